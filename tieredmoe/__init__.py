@@ -1,0 +1,92 @@
+"""Tiered memory for the routed experts of giant mixture-of-experts models, on asyncio.
+
+Importing this imports no torch: names that need it are loaded when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from tieredmoe._version import __version__
+from tieredmoe.budget import format_size, parse_size
+from tieredmoe.chain import open_hierarchy
+from tieredmoe.config import HierarchyConfig
+from tieredmoe.errors import (
+    BudgetError,
+    ClosedError,
+    ConfigError,
+    DirectIOUnavailableError,
+    ExpertLoadError,
+    GGUFError,
+    MetadataError,
+    PackError,
+    PromptTooLongError,
+    ReadError,
+    TieredMoEError,
+    TokenizerError,
+    UnsupportedModelError,
+    WorkingSetTooLargeError,
+)
+from tieredmoe.gguf import open_inventory
+from tieredmoe.hierarchy import Hierarchy
+from tieredmoe.lease import Lease
+from tieredmoe.pack import create_pack, open_pack, verify_pack
+from tieredmoe.spec import ExpertKey, ExpertLayout, MoESpec, RoleSpec
+from tieredmoe.stats import Stats
+from tieredmoe.tier import Source, Tier
+
+if TYPE_CHECKING:
+    from tieredmoe.adapters import (
+        Generation,
+        GenerationReport,
+        LanguageModel,
+        Message,
+        Piece,
+        open_model,
+    )
+
+__all__ = [
+    "BudgetError",
+    "ClosedError",
+    "ConfigError",
+    "DirectIOUnavailableError",
+    "ExpertKey",
+    "ExpertLayout",
+    "ExpertLoadError",
+    "GGUFError",
+    "Generation",
+    "GenerationReport",
+    "Hierarchy",
+    "HierarchyConfig",
+    "LanguageModel",
+    "Lease",
+    "Message",
+    "MetadataError",
+    "MoESpec",
+    "PackError",
+    "Piece",
+    "PromptTooLongError",
+    "ReadError",
+    "RoleSpec",
+    "Source",
+    "Stats",
+    "Tier",
+    "TieredMoEError",
+    "TokenizerError",
+    "UnsupportedModelError",
+    "WorkingSetTooLargeError",
+    "__version__",
+    "create_pack",
+    "format_size",
+    "open_hierarchy",
+    "open_inventory",
+    "open_model",
+    "open_pack",
+    "parse_size",
+    "verify_pack",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return getattr(import_module("tieredmoe.adapters"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,139 @@
+"""Every exception of the library, in one file.
+
+A message gives the fact and the way out. Foreign errors (``OSError``, ``json`` errors…) are wrapped
+once, at the edge where they enter, with ``raise … from``; nothing else is caught.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tieredmoe.spec import ExpertKey
+
+
+class TieredMoEError(Exception):
+    """Base of every error that the world, not a bug of ours, can cause."""
+
+
+class ConfigError(TieredMoEError, ValueError):
+    """A configuration is wrong; the message lists every problem found, not just the first."""
+
+
+class GGUFError(TieredMoEError, ValueError):
+    """A GGUF file or set of shards cannot be used; the message names the file and the fact."""
+
+    def __init__(self, path: Path | str, fact: str) -> None:
+        self.path = path
+        self.fact = fact
+        super().__init__(f"{path}: {fact}")
+
+
+class MetadataError(TieredMoEError, ValueError):
+    """Model metadata is missing or contradictory; the message lists every key concerned."""
+
+
+class UnsupportedModelError(TieredMoEError, ValueError):
+    """The file is sound, but its architecture or a tensor type has no adapter or kernel here."""
+
+
+class PackError(TieredMoEError, ValueError):
+    """An expert pack cannot be written, opened or trusted; the message names file and fact."""
+
+    def __init__(self, path: Path | str, fact: str) -> None:
+        self.path = path
+        self.fact = fact
+        super().__init__(f"{path}: {fact}")
+
+
+class BudgetError(TieredMoEError, ValueError):
+    """A memory budget is smaller than the least that works; the message carries the numbers."""
+
+
+class WorkingSetTooLargeError(TieredMoEError, ValueError):
+    """``acquire`` was asked for more distinct experts than the tier has slots; use ``stream``."""
+
+    def __init__(self, *, n_wanted: int, n_slots: int, n_held: int = 0) -> None:
+        self.n_wanted = n_wanted
+        self.n_slots = n_slots
+        self.n_held = n_held
+        held = f", {n_held} of them held by tasks that ask for more" if n_held else ""
+        way_out = "release before asking for more, or " if n_held else ""
+        super().__init__(
+            f"acquire of {n_wanted} distinct experts cannot fit a tier of {n_slots} slots{held}; "
+            f"{way_out}use hierarchy.stream(), which serves a set of any size in waves"
+        )
+
+
+class ReadError(TieredMoEError, OSError):
+    """One read failed for good: path, offset, length and errno are attributes and in the text."""
+
+    def __init__(
+        self, *, path: Path | str, offset: int, nbytes: int, errno: int, fact: str
+    ) -> None:
+        name = os.strerror(errno) if errno else "unexpected end of file"
+        super().__init__(
+            errno, f"{path}: read of {nbytes} bytes at offset {offset}: {fact} ({name})"
+        )
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.fact = fact
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+class ExpertLoadError(TieredMoEError, RuntimeError):
+    """An expert could not be brought in; nothing of it is resident and the next acquire retries.
+
+    ``__cause__`` is the failed read.
+    """
+
+    def __init__(self, key: ExpertKey, cause: BaseException) -> None:
+        self.key = key
+        super().__init__(f"layer {key.layer}, expert {key.expert} could not be loaded: {cause}")
+        self.__cause__ = cause
+
+
+class DirectIOUnavailableError(TieredMoEError, RuntimeError):
+    """Direct I/O cannot be had on this path and the caller did not ask for the page cache."""
+
+    def __init__(self, path: Path | str, reason: str, hint: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path}: no direct I/O ({reason}); {hint}")
+
+
+class ClosedError(TieredMoEError, RuntimeError):
+    """The hierarchy, tier or backend was closed before or while the call was waiting."""
+
+
+class TokenizerError(TieredMoEError, ValueError):
+    """A GGUF's tokenizer cannot be built, or it has none and text was given."""
+
+
+class LogitsError(TieredMoEError, ArithmeticError):
+    """Logits cannot be sampled: not finite, or not one vector; no token was chosen."""
+
+
+class PromptTooLongError(TieredMoEError, ValueError):
+    """Prompt plus requested tokens exceed the context the state was made for."""
+
+    def __init__(self, *, n_prompt: int, n_context: int) -> None:
+        self.n_prompt = n_prompt
+        self.n_context = n_context
+        super().__init__(
+            f"a prompt of {n_prompt} tokens does not fit a context of {n_context}; "
+            "raise --context or shorten the prompt"
+        )
+
+
+def raise_config_problems(what: str, problems: Sequence[str]) -> None:
+    """Raise one ``ConfigError`` listing all ``problems``; return if there are none."""
+    if problems:
+        raise ConfigError(f"{what}: " + "; ".join(problems))

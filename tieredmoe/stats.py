@@ -1,0 +1,106 @@
+"""Counters and their frozen snapshots, under the names that published systems use.
+
+Counters are plain ints bumped where things happen; nothing here is on the hit path. A snapshot is
+what leaves the library: frozen, comparable, and one JSON object on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+def _frozen(counts: Mapping[int, int]) -> Mapping[int, int]:
+    return MappingProxyType(dict(counts))
+
+
+@attrs.define(eq=False)
+class SourceCounters:
+    """What a leaf source asked of its disk, and how. One read here is one expert."""
+
+    backend: str
+    direct_io: bool
+    pack_reads: int = 0
+    pack_read_bytes: int = 0
+    pack_payload_bytes: int = 0
+    io_errors: int = 0
+    fallback_count: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Stats:
+    """A snapshot of one hierarchy.
+
+    * ``cache_hits``, ``cache_misses``, ``cache_joins``: top tier, per distinct key per acquire, at
+      the grant. A join (the expert was already on its way) is counted as a miss too.
+    * ``pack_read_bytes`` counts bytes asked of the disk, alignment included; ``pack_payload_bytes``
+      and ``pack_reads`` the experts.
+    * ``h2d_bytes`` counts bytes copied into the top tier's arena.
+    * ``executed_experts`` counts, per layer, the (token, expert) pairs that were computed: always
+      tokens × top-k.
+    """
+
+    cache_hits: int
+    cache_misses: int
+    cache_joins: int
+    cache_evictions: int
+    pack_reads: int
+    pack_read_bytes: int
+    pack_payload_bytes: int
+    h2d_bytes: int
+    fallback_count: int
+    io_errors: int
+    executed_experts: Mapping[int, int] = attrs.field(converter=_frozen)
+    cache_policy: str
+    cache_capacity_experts: int
+    cache_capacity_bytes: int
+    resident_experts: int
+    backend: str
+    direct_io: bool
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per lookup, 0 if there were none."""
+        lookups = self.cache_hits + self.cache_misses
+        return self.cache_hits / lookups if lookups else 0.0
+
+    def since(self, earlier: Stats) -> Stats:
+        """What has been counted between the snapshot ``earlier`` and this one."""
+        counters = (
+            "cache_hits",
+            "cache_misses",
+            "cache_joins",
+            "cache_evictions",
+            "pack_reads",
+            "pack_read_bytes",
+            "pack_payload_bytes",
+            "h2d_bytes",
+            "fallback_count",
+            "io_errors",
+        )
+        return attrs.evolve(
+            self,
+            executed_experts={
+                layer: n - earlier.executed_experts[layer]
+                for layer, n in self.executed_experts.items()
+            },
+            **{name: getattr(self, name) - getattr(earlier, name) for name in counters},
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain types, ready for JSON; layers become strings there."""
+        values = {a.name: getattr(self, a.name) for a in attrs.fields(Stats)}
+        return values | {"executed_experts": dict(self.executed_experts), "hit_rate": self.hit_rate}
+
+    def write(self, path: Path) -> None:
+        """Replace the file ``path`` by this snapshot at once; no reader sees half of one."""
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        partial.replace(path)
