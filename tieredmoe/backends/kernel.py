@@ -1,0 +1,121 @@
+"""What the probe asks of the operating system, one field per question.
+
+A test refuses, lies or runs out of files by replacing a field; the library uses the defaults. The
+calls that Python does not wrap (statx, cachestat, mincore, fstatfs) go through libc, since no
+package gives them without a compiler. A call that a kernel or a container's filter does not have
+answers None, "not known", which the probe never takes for a yes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import struct
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Preadv = Callable[[int, list[memoryview], int], int]
+    """``preadv(fd, [target], offset)`` returns the bytes read or raises ``OSError``."""
+
+_STATX_NUMBERS = MappingProxyType({"x86_64": 332, "aarch64": 291})
+_STATX_DIOALIGN = 0x2000  # Linux 6.1
+_STATX_DIO_READ_ALIGN = 0x20000  # Linux 6.14
+_AT_EMPTY_PATH = 0x1000
+_CACHESTAT_NUMBER = 451  # Linux 6.5, the same on every architecture
+_IN_MEMORY_MAGICS = frozenset({0x01021994, 0x858458F6})  # tmpfs, ramfs: linux/magic.h
+
+
+def direct_alignment(fd: int) -> int | None:
+    """Alignment that direct reads of ``fd`` need; 0 if it has none to offer, None if not known.
+
+    The larger of memory and offset alignment, from statx(2) with STATX_DIOALIGN.
+    """
+    number = _STATX_NUMBERS.get(platform.machine())
+    if number is None:
+        return None
+    result = ctypes.create_string_buffer(256)
+    wanted = ctypes.c_uint(_STATX_DIOALIGN | _STATX_DIO_READ_ALIGN)
+    path, flags = ctypes.c_char_p(b""), ctypes.c_int(_AT_EMPTY_PATH)
+    if not _syscall(number, ctypes.c_int(fd), path, flags, wanted, result):
+        return None
+    (mask,) = struct.unpack_from("=I", result, 0)
+    memory, offset = struct.unpack_from("=2I", result, 0x98)
+    if not mask & _STATX_DIOALIGN:
+        return None
+    if mask & _STATX_DIO_READ_ALIGN:
+        (offset,) = struct.unpack_from("=I", result, 0xB4)
+    return max(memory, offset) if memory and offset else 0
+
+
+def cached_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
+    """Bytes of the range that the page cache holds, in whole pages; None if not known."""
+    n_pages = _cachestat(fd, offset, nbytes)
+    if n_pages is None:
+        n_pages = _mincore(fd, offset, nbytes)
+    return None if n_pages is None else n_pages * mmap.PAGESIZE
+
+
+def lives_in_memory(fd: int) -> bool:
+    """Whether the file is on tmpfs or ramfs, that is, has no disk under it."""
+    result = ctypes.create_string_buffer(256)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fstatfs(ctypes.c_int(fd), result) != 0:
+        return False
+    (magic,) = struct.unpack_from("@l", result, 0)
+    return magic & 0xFFFFFFFF in _IN_MEMORY_MAGICS
+
+
+def drop_cached(fd: int, offset: int, nbytes: int) -> None:
+    """Ask the kernel to forget its clean cached pages of the range."""
+    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+@attrs.frozen(eq=False)
+class Kernel:
+    """The system calls of opening and probing a file."""
+
+    open: Callable[[Path, int], int] = os.open
+    preadv: Preadv = os.preadv
+    direct_alignment: Callable[[int], int | None] = direct_alignment
+    cached_nbytes: Callable[[int, int, int], int | None] = cached_nbytes
+    drop_cached: Callable[[int, int, int], None] = drop_cached
+    lives_in_memory: Callable[[int], bool] = lives_in_memory
+
+
+def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:
+    extent = struct.pack("=2Q", offset, nbytes)
+    result = ctypes.create_string_buffer(5 * 8)
+    if not _syscall(_CACHESTAT_NUMBER, ctypes.c_uint(fd), extent, result, ctypes.c_uint(0)):
+        return None
+    (n_pages,) = struct.unpack_from("=Q", result, 0)
+    return int(n_pages)
+
+
+def _mincore(fd: int, offset: int, nbytes: int) -> int | None:
+    """Count resident pages of a mapping; kernels that will not tell say that all are."""
+    try:
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
+    except (OSError, ValueError):
+        return None
+    with mapping:
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        resident = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), resident) != 0:
+            return None
+        return sum(byte & 1 for byte in resident.raw)
+
+
+def _syscall(number: int, *arguments: object) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    return bool(libc.syscall(ctypes.c_long(number), *arguments) == 0)

@@ -1,0 +1,88 @@
+"""The read path's contract: what a backend takes, promises and counts.
+
+A backend reads byte ranges of files that it opened itself into memory that its caller owns. It
+knows no experts, tiers or policies. Rejected: one future per batch (a batch's reads land one by
+one, and compute should start on the first), and cancelling reads (an issued block read cannot be
+cancelled; its memory is written whatever happened to the future).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+
+@attrs.frozen(eq=False)
+class ReadOp:
+    """Read ``target.nbytes`` bytes at ``offset`` of file ``file_index`` into ``target``.
+
+    ``target`` is a writable, contiguous view of bytes; the operation holds it until the read has
+    ended, so the memory cannot go away under the kernel. ``address`` is where it starts. With a
+    direct backend, offset, length and address are multiples of ``BackendInfo.alignment``.
+    """
+
+    file_index: int
+    offset: int
+    target: memoryview
+    address: int
+
+
+@attrs.frozen
+class BackendInfo:
+    """What kind of I/O one really has: ``direct`` is proven, not hoped for."""
+
+    name: str
+    direct: bool
+    alignment: int
+    window_nbytes: int
+    reason: str
+
+
+@attrs.frozen
+class ReadStats:
+    """A snapshot of a backend's counters. ``errors`` maps errno names (or "eof") to counts."""
+
+    reads: int
+    read_nbytes: int
+    short_reads: int
+    retries: int
+    errors: dict[str, int]
+    in_flight: int
+    queued: int
+
+
+class ReadBackend(Protocol):
+    """Positioned reads into caller-owned memory, bound to the loop in which it was opened."""
+
+    @property
+    def info(self) -> BackendInfo:
+        """What this backend is, fixed from open to close."""
+
+    def submit(self, batch: Sequence[ReadOp]) -> list[asyncio.Future[None]]:
+        """Start all reads of ``batch`` in order; returns at once with one future per read.
+
+        A future resolves when all its bytes are in place, or fails with ``ReadError`` when no more
+        byte will be written. Cancelling a future does not stop its read. Raises ``ClosedError``
+        after ``close`` has begun and ``ValueError`` for a range that breaks the alignment; then
+        nothing of the batch was started.
+        """
+
+    def drop(self, read: asyncio.Future[None]) -> bool:
+        """True if ``read`` was still queued: it never starts, and its future is cancelled.
+
+        False, with nothing changed, if it has been started or has ended.
+        """
+
+    async def drain(self) -> None:
+        """Return when no read is queued or in flight."""
+
+    async def close(self) -> None:
+        """Refuse new reads, drop queued ones with ``ClosedError``, drain, release. Idempotent."""
+
+    def stats(self) -> ReadStats:
+        """A snapshot of the counters."""
