@@ -1,0 +1,400 @@
+"""The hierarchy over a simulated disk: right bytes, right counts, any chain of tiers."""
+
+import asyncio
+import random
+from contextlib import aclosing
+
+import pytest
+
+from tieredmoe.errors import ClosedError, ExpertLoadError, WorkingSetTooLargeError
+from tieredmoe.hierarchy import Hierarchy
+from tieredmoe.spec import ExpertKey
+from tieredmoe.testing.disk import SimDisk
+from tieredmoe.testing.faults import Fault, FaultPlan
+from tieredmoe.testing.loop import sim_run
+from tieredmoe.testing.tiny_pack import TinyPack, tiny_hierarchy, tiny_spec
+from tieredmoe.tier import Tier
+
+CHAINS = [(2,), (8,), (1, 4), (2, 8), (8, 5), (6, 2, 8), (12, 1, 3)]
+
+
+def payload_of(hierarchy, lease, expert):
+    layout = hierarchy.spec.layouts[lease.layer]
+    return bytes(lease.slots[expert].view[: layout.payload_nbytes])
+
+
+def tiers(hierarchy):
+    tier = hierarchy.top
+    while isinstance(tier, Tier):
+        yield tier
+        tier = tier.source
+
+
+def assert_at_rest(hierarchy, disk):
+    """Nothing pinned, nothing in flight, nobody writing: what every scenario must leave behind."""
+    for tier in tiers(hierarchy):
+        tier.check()
+        assert all(entry.pins == 0 for entry in tier.residency.entries.values()), tier
+    assert disk.stats().in_flight == 0
+    assert disk.violations == []
+
+
+def run(scenario, slots=(2, 8), *, spec=None, **options):
+    """Run ``scenario(hierarchy, pack)`` in virtual time, checking every invariant at every step."""
+    pack = TinyPack(spec or tiny_spec())
+
+    async def main():
+        hierarchy, disk = tiny_hierarchy(pack, slots, **options)
+        asyncio.get_running_loop().on_step(
+            lambda: [tier.check() for tier in tiers(hierarchy) if not tier.closed]
+        )
+        async with hierarchy:
+            result = await scenario(hierarchy, pack)
+            await disk.drain()  # what was released in mid-read still ends
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert_at_rest(hierarchy, disk)
+        assert disk.violations == []
+        return result
+
+    return sim_run(main(), collect_garbage=False)
+
+
+@pytest.mark.parametrize("slots", CHAINS)
+def test_every_expert_arrives_with_its_own_bytes_in_any_chain(slots):
+    async def scenario(hierarchy, pack):
+        rng = random.Random(1)
+        for _ in range(60):
+            layer = rng.choice(hierarchy.spec.layers)
+            experts = rng.sample(range(8), k=min(slots[-1], rng.randint(1, 4)))
+            async with hierarchy.acquire(layer, experts) as lease:
+                seen = [expert async for expert in lease.as_completed()]
+                assert sorted(seen) == sorted(experts)
+                for expert in experts:
+                    assert payload_of(hierarchy, lease, expert) == pack.payload(
+                        ExpertKey(layer, expert)
+                    )
+
+    run(scenario, slots)
+
+
+@pytest.mark.parametrize("slots", CHAINS)
+def test_a_stream_serves_a_set_larger_than_the_tier_once_each(slots):
+    async def scenario(hierarchy, pack):
+        for layer in hierarchy.spec.layers:
+            seen = []
+            async with aclosing(hierarchy.stream(layer, [3, *range(8), 3])) as leases:
+                async for lease in leases:
+                    for expert in lease.experts:
+                        seen.append(expert)
+                        assert payload_of(hierarchy, lease, expert) == pack.payload(
+                            ExpertKey(layer, expert)
+                        )
+            assert sorted(seen) == list(range(8))
+
+    run(scenario, slots)
+
+
+def test_layers_of_different_sizes_share_slots():
+    async def scenario(hierarchy, pack):
+        for layer in (0, 2, 1, 0):
+            async with hierarchy.acquire(layer, [1, 5]) as lease:
+                await lease.ready()
+                for expert in (1, 5):
+                    assert payload_of(hierarchy, lease, expert) == pack.payload(
+                        ExpertKey(layer, expert)
+                    )
+
+    run(scenario, (1, 2), spec=tiny_spec(role_nbytes=[800, 4000, 8]))
+
+
+def test_hits_misses_joins_and_evictions_are_counted_per_distinct_key():
+    async def scenario(hierarchy, _):
+        async with hierarchy.acquire(0, [1, 2, 1]) as first:
+            async with hierarchy.acquire(0, [2]):
+                pass  # on its way: a join
+            await first.ready()
+        async with hierarchy.acquire(0, [1, 2]) as again:
+            await again.ready()
+        async with hierarchy.acquire(1, [1, 2]) as other:
+            await other.ready()
+        async with hierarchy.acquire(2, [7]) as last:
+            await last.ready()
+        return hierarchy.stats()
+
+    stats = run(scenario, (2, 4))
+    assert (stats.cache_hits, stats.cache_misses, stats.cache_joins) == (2, 6, 1)
+    assert stats.cache_evictions == 1
+    assert stats.pack_reads == 5
+    assert stats.pack_read_bytes == 5 * 4096
+    assert stats.pack_payload_bytes == 5 * 2400
+    assert stats.h2d_bytes == 5 * 2400
+    assert stats.cache_capacity_experts == 4
+
+
+def test_without_staging_nothing_is_copied():
+    async def scenario(hierarchy, _):
+        async with hierarchy.acquire(0, [1, 2]) as lease:
+            await lease.ready()
+        return hierarchy.stats()
+
+    assert run(scenario, (4,)).h2d_bytes == 0
+
+
+def test_a_ram_tier_serves_what_the_top_tier_evicted():
+    async def scenario(hierarchy, _):
+        for _ in range(3):
+            for layer in hierarchy.spec.layers:
+                async with hierarchy.acquire(layer, [0, 1]) as lease:
+                    await lease.ready()
+        return hierarchy.stats()
+
+    stats = run(scenario, (16, 2, 2))
+    assert stats.pack_reads == 6
+    assert stats.cache_misses == 18
+
+
+def test_a_full_hit_needs_no_suspension():
+    async def scenario(hierarchy, _):
+        async with hierarchy.acquire(0, [1, 2]) as lease:
+            await lease.ready()
+        with pytest.raises(StopIteration) as done:
+            hierarchy.acquire(0, [2, 1]).__await__().send(None)
+        lease = done.value.value
+        assert all(future.done() for future in lease.futures.values())
+        assert set(lease.slots) == {1, 2}
+        lease.release()
+
+    run(scenario)
+
+
+def test_an_expert_in_flight_has_a_future_and_no_slot():
+    async def scenario(hierarchy, _):
+        lease = await hierarchy.acquire(0, [1, 2])
+        assert lease.slots == {}
+        assert not any(future.done() for future in lease.futures.values())
+        await lease.futures[1]
+        assert 1 in lease.slots
+        lease.release()
+        assert lease.slots == {}
+        lease.release()
+
+    run(scenario)
+
+
+def test_a_cancelled_future_disturbs_neither_the_lease_nor_others():
+    async def scenario(hierarchy, _):
+        mine = await hierarchy.acquire(0, [1])
+        yours = await hierarchy.acquire(0, [1])
+        mine.futures[1].cancel()
+        await yours.ready()
+        await mine.ready()
+        assert set(mine.slots) == {1}
+        mine.release()
+        yours.release()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("slots", [(4,), (2, 4), (6, 2, 4)])
+def test_a_failed_read_reaches_every_waiter_and_the_next_acquire_starts_clean(slots):
+    async def scenario(hierarchy, pack):
+        first = await hierarchy.acquire(1, [3, 4])
+        second = await hierarchy.acquire(1, [3])
+        for lease in (first, second):
+            with pytest.raises(ExpertLoadError, match="layer 1, expert 3"):
+                await lease.futures[3]
+            with pytest.raises(ExpertLoadError):
+                await lease.ready()
+        assert set(first.slots) <= {4}
+        first.release()
+        second.release()
+        async with hierarchy.acquire(1, [3]) as lease:
+            await lease.ready()
+            assert payload_of(hierarchy, lease, 3) == pack.payload(ExpertKey(1, 3))
+        stats = hierarchy.stats()
+        assert (stats.io_errors, stats.cache_hits) == (1, 0)
+
+    pack = TinyPack(tiny_spec())
+    bad = pack.locate(ExpertKey(1, 3)).offset
+    run(scenario, slots, faults=FaultPlan().at(0, bad, Fault("torn")))
+
+
+def test_a_set_that_can_never_fit_is_refused_at_once_and_leaves_nothing():
+    async def scenario(hierarchy, _):
+        with pytest.raises(WorkingSetTooLargeError, match=r"5 distinct .* 4 slots.*stream"):
+            await hierarchy.acquire(0, range(5))
+        assert hierarchy.top.residency.entries == {}
+
+    run(scenario, (2, 4))
+
+
+def test_a_task_that_asks_for_more_than_its_own_lease_leaves_is_refused():
+    async def scenario(hierarchy, _):
+        async with hierarchy.acquire(0, [0, 1, 2]) as lease:
+            await lease.ready()
+            with pytest.raises(WorkingSetTooLargeError, match="3 of them held"):
+                await hierarchy.acquire(0, [2, 3, 4])
+            async with hierarchy.acquire(0, [2, 3]):
+                pass
+
+    run(scenario, (2, 4))
+
+
+def test_waiting_acquires_are_served_first_come_first_served():
+    async def scenario(hierarchy, _):
+        order = []
+
+        async def take(name, experts):
+            async with hierarchy.acquire(0, experts) as lease:
+                order.append(name)
+                await lease.ready()
+                await asyncio.sleep(1)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(take("a", [0, 1, 2]))
+            await asyncio.sleep(0)
+            tasks.create_task(take("b", [3, 4, 5]))
+            await asyncio.sleep(0)
+            tasks.create_task(take("c", [0]))  # would fit beside a, but b came first
+        assert order == ["a", "b", "c"]
+
+    run(scenario, (2, 4))
+
+
+def test_an_acquire_cancelled_in_the_queue_lets_the_next_one_in():
+    async def scenario(hierarchy, _):
+        async with hierarchy.acquire(0, [0, 1, 2]) as lease:
+            await lease.ready()
+            head = asyncio.ensure_future(hierarchy.admit(0, hierarchy.keys(0, [3, 4])))
+            await asyncio.sleep(0)
+            tail = asyncio.ensure_future(hierarchy.admit(0, hierarchy.keys(0, [5])))
+            await asyncio.sleep(0)
+            assert not tail.done()
+            head.cancel()
+            await asyncio.wait({head, tail})
+            assert head.cancelled()
+            tail.result().release()
+
+    run(scenario, (2, 4))
+
+
+def test_closing_refuses_what_waits_and_drops_what_is_queued():
+    pack = TinyPack(tiny_spec())
+
+    async def main():
+        disk = SimDisk([pack.image], queue_depth=1)
+        hierarchy, _ = tiny_hierarchy(pack, (2, 4), disk=disk)
+        lease = await hierarchy.acquire(0, [0, 1, 2, 3])
+        waiting = asyncio.ensure_future(hierarchy.admit(1, hierarchy.keys(1, [0])))
+        await asyncio.sleep(0)
+        await hierarchy.close()
+        with pytest.raises(ClosedError):
+            await waiting
+        for future in lease.futures.values():
+            with pytest.raises(ClosedError):
+                await future
+        with pytest.raises(ClosedError):
+            await hierarchy.acquire(0, [0])
+        assert disk.stats().reads <= 1
+        assert_at_rest(hierarchy, disk)
+        await hierarchy.close()
+
+    sim_run(main(), collect_garbage=False)
+
+
+def test_close_runs_to_its_end_before_a_cancellation_is_raised():
+    pack = TinyPack(tiny_spec())
+
+    async def main():
+        hierarchy, disk = tiny_hierarchy(pack, (2, 4))
+        await hierarchy.acquire(0, [0, 1])
+        closing = asyncio.ensure_future(hierarchy.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert_at_rest(hierarchy, disk)
+
+    sim_run(main(), collect_garbage=False)
+
+
+@pytest.mark.parametrize(
+    ("layer", "experts", "fact"),
+    [
+        (7, [0], "layer 7 has no routed experts; this model routes in layers 0..2"),
+        (0, [8], "no expert 8; .* experts 0..7"),
+        (0, [-1], "no expert -1"),
+    ],
+)
+def test_unknown_layers_and_experts_are_refused_by_name(layer, experts, fact):
+    async def scenario(hierarchy, _):
+        with pytest.raises(ValueError, match=fact):
+            hierarchy.acquire(layer, experts)
+
+    run(scenario)
+
+
+def test_an_empty_set_is_an_empty_lease():
+    async def scenario(hierarchy, _):
+        async with hierarchy.acquire(0, []) as lease:
+            assert (lease.experts, [e async for e in lease.as_completed()]) == ((), [])
+        assert [lease async for lease in hierarchy.stream(0, [])] == []
+
+    run(scenario)
+
+
+def test_leaving_a_stream_early_gives_everything_back():
+    async def scenario(hierarchy, _):
+        async with aclosing(hierarchy.stream(0, range(8))) as leases:
+            async for _ in leases:
+                break
+
+    run(scenario, (2, 4))
+
+
+def test_a_failed_expert_ends_its_stream_with_everything_given_back():
+    async def scenario(hierarchy, _):
+        with pytest.raises(ExpertLoadError):
+            [lease async for lease in hierarchy.stream(0, range(8))]
+
+    pack = TinyPack(tiny_spec())
+    bad = pack.locate(ExpertKey(0, 6)).offset
+    run(scenario, (2, 4), faults=FaultPlan().at(0, bad))
+
+
+def test_two_streams_larger_than_the_tier_take_turns():
+    async def scenario(hierarchy, _):
+        async def consume(layer):
+            seen = []
+            async with aclosing(hierarchy.stream(layer, range(8))) as leases:
+                async for lease in leases:
+                    seen += lease.experts
+                    await asyncio.sleep(0.001)
+            assert sorted(seen) == list(range(8))
+
+        async with asyncio.TaskGroup() as tasks:
+            for layer in hierarchy.spec.layers:
+                tasks.create_task(consume(layer))
+
+    run(scenario, (1, 3))
+
+
+def test_executed_experts_are_booked_per_layer():
+    async def scenario(hierarchy, _):
+        hierarchy.count_executed(1, 6)
+        hierarchy.count_executed(1, 2)
+        return hierarchy.stats().executed_experts
+
+    assert run(scenario) == {0: 0, 1: 8, 2: 0}
+
+
+def test_a_hierarchy_says_what_it_is():
+    async def scenario(hierarchy, _):
+        assert isinstance(hierarchy, Hierarchy)
+        async with hierarchy.acquire(0, [1]) as lease:
+            await lease.ready()
+            assert "1 leases" in repr(hierarchy)
+            assert "1/1 landed" in repr(lease)
+
+    run(scenario)

@@ -1,0 +1,55 @@
+"""Counters to a file now and then, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tieredmoe.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+
+class SnapshotFile:
+    """Replaces the JSON file ``path`` by a fresh snapshot every ``every`` steps, and at the close.
+
+    Statistics must never stop a run: a snapshot that cannot be written is a warning. Bound to the
+    running loop; ``tick`` may be called in any thread.
+    """
+
+    def __init__(self, path: Path, *, every: int, snapshot: Callable[[], Stats]) -> None:
+        self.path = path
+        self._every = every
+        self._snapshot = snapshot
+        self._loop = asyncio.get_running_loop()
+        self._writing: asyncio.Future[None] | None = None
+
+    def tick(self, n_steps: int) -> None:
+        """Start writing a snapshot if it is time and the last one has been written."""
+        if n_steps % self._every == 0:
+            with contextlib.suppress(RuntimeError):  # a closed loop has written its last
+                self._loop.call_soon_threadsafe(self._start)
+
+    async def close(self) -> None:
+        """Write the last snapshot, after any still being written."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        await asyncio.wait({self._start()})
+
+    def _start(self) -> asyncio.Future[None]:
+        """Start writing a snapshot unless one is still being written; that write, or this."""
+        if self._writing is None or self._writing.done():
+            self._writing = self._loop.run_in_executor(None, self._write, self._snapshot())
+        return self._writing
+
+    def _write(self, stats: Stats) -> None:
+        try:
+            stats.write(self.path)
+        except OSError as error:
+            logger.warning("%s: statistics could not be written: %s", self.path, error)
