@@ -1,0 +1,41 @@
+"""What we test with, for others to test with: tiny models, a virtual-time loop, a hostile disk.
+
+The contract suites are in ``tieredmoe.testing.contracts`` and need pytest; nothing here does.
+"""
+
+from tieredmoe.testing.disk import SimDisk
+from tieredmoe.testing.faults import Fault, FaultPlan
+from tieredmoe.testing.faulty import FaultySource
+from tieredmoe.testing.loop import SimDeadlock, SimLoop, sim_run
+from tieredmoe.testing.tiny_gguf import (
+    DeepSeekV4Shape,
+    DeepSeekV4Weights,
+    TypeMix,
+    make_deepseek_v4,
+    to_transformers,
+    transformers_config,
+)
+from tieredmoe.testing.tiny_pack import TinyPack, host_arena, tiny_hierarchy, tiny_spec
+from tieredmoe.testing.tiny_tokenizer import TinyVocabulary, tiny_vocabulary
+
+__all__ = [
+    "DeepSeekV4Shape",
+    "DeepSeekV4Weights",
+    "Fault",
+    "FaultPlan",
+    "FaultySource",
+    "SimDeadlock",
+    "SimDisk",
+    "SimLoop",
+    "TinyPack",
+    "TinyVocabulary",
+    "TypeMix",
+    "host_arena",
+    "make_deepseek_v4",
+    "sim_run",
+    "tiny_hierarchy",
+    "tiny_spec",
+    "tiny_vocabulary",
+    "to_transformers",
+    "transformers_config",
+]
