@@ -1,0 +1,146 @@
+"""`tieredmoe pack`: the work is done, and every error is one line and an exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import tieredmoe
+from tieredmoe.cli import main
+from tieredmoe.cli.app import app
+from tieredmoe.pack import open_pack
+from tieredmoe.pack.progress import Reporter
+from tieredmoe.testing.tiny_container import StoredTensor, write_shards
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A model of one layer: two experts of three 4x32 F32 matrices."""
+    tensors = [
+        StoredTensor(
+            f"blk.0.ffn_{role}_exps.weight",
+            np.arange(2 * n_rows * n_columns * 4).reshape(2, n_rows, -1).astype(np.uint8),
+            0,
+        )
+        for role, n_rows, n_columns in [("gate", 4, 32), ("up", 4, 32), ("down", 32, 4)]
+    ]
+    return write_shards(
+        tmp_path / "model.gguf",
+        architecture="deepseek4",
+        metadata={
+            f"deepseek4.{key}": value
+            for key, value in [("block_count", 1), ("expert_count", 2), ("expert_used_count", 1)]
+        },
+        shards=[tensors],
+    )[0]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["pack", *map(str, arguments)])
+
+
+def fails(capsys, *arguments):
+    """The one line on stderr of a command that fails."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["pack", *map(str, arguments)])
+    assert exit_.value.code == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.strip().splitlines()
+    return line
+
+
+def test_create_makes_a_pack(source, tmp_path):
+    result = run("create", source, tmp_path / "pack")
+    assert result.exit_code == 0
+    assert "converted in" in result.output
+    assert open_pack(tmp_path / "pack").spec.n_experts == 2
+
+
+def test_info_describes_a_pack(source, tmp_path):
+    run("create", source, tmp_path / "pack")
+    result = run("info", tmp_path / "pack")
+    assert result.exit_code == 0
+    for fact in (
+        "deepseek4",
+        "1 layers of 2 experts, top-1",
+        "gate F32, up F32, down F32",
+        "4,096",
+    ):
+        assert fact in result.output
+    assert open_pack(tmp_path / "pack").manifest.source_digest.hex() in result.output
+
+
+def test_verify_passes_a_sound_pack(source, tmp_path):
+    run("create", source, tmp_path / "pack")
+    result = run("verify", tmp_path / "pack")
+    assert result.exit_code == 0
+    assert "sound" in result.output
+
+
+def test_verify_names_damage_and_exits_with_1(source, tmp_path):
+    run("create", source, tmp_path / "pack")
+    with (tmp_path / "pack" / "experts-00000.bin").open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff")
+    result = run("verify", tmp_path / "pack")
+    assert result.exit_code == 1
+    assert "layer 0, expert 1, gate" in result.output
+    assert "damaged in 1 place(s)" in result.output
+
+
+def test_a_source_that_is_not_there_is_one_line(capsys, tmp_path):
+    line = fails(capsys, "create", tmp_path / "gone.gguf", tmp_path / "pack")
+    assert line.startswith(f"tieredmoe: {tmp_path / 'gone.gguf'}: ")
+    assert not (tmp_path / "pack").exists()
+
+
+def test_an_existing_destination_is_one_line(capsys, source, tmp_path):
+    (tmp_path / "pack").mkdir()
+    assert "already exists" in fails(capsys, "create", source, tmp_path / "pack")
+
+
+def test_a_path_that_is_no_pack_is_one_line(capsys, tmp_path):
+    for command in ("info", "verify"):
+        assert "is not a pack" in fails(capsys, command, tmp_path)
+
+
+def test_the_command_as_a_process_ends_in_one_line_and_1(source, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", "from tieredmoe.cli import main; main()", "pack", "info", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(tieredmoe.__file__).parents[1])},
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"tieredmoe: {tmp_path}: is not a pack")
+    assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_removes_what_was_written_and_exits_with_130(source, tmp_path, monkeypatch):
+    real_write, real_stop = os.pwrite, Reporter.stop
+    first, heard = iter([True]), threading.Event()
+
+    def write(*arguments):
+        if next(first, False):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert heard.wait(10)
+        return real_write(*arguments)
+
+    def stop(reporter):
+        real_stop(reporter)
+        heard.set()
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(Reporter, "stop", stop)
+    monkeypatch.setattr("tieredmoe.pack.writer.CHUNK_NBYTES", 1024)
+    result = run("create", source, tmp_path / "pack")
+    assert result.exit_code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

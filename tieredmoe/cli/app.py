@@ -1,0 +1,40 @@
+"""The command's entry: sub-commands are added here, and errors end here, in one line each.
+
+Exit codes: 0 success, 1 an error that the message explains, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from tieredmoe.cli.pack import app as pack_app
+from tieredmoe.errors import TieredMoEError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+app = typer.Typer(
+    name="tieredmoe",
+    help="Tiered memory for the routed experts of giant mixture-of-experts models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(pack_app, name="pack")
+
+
+@app.callback()
+def _root() -> None:
+    # A callback keeps `pack` a sub-command while it is the only one.
+    return
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit; an error of the library's is one line on stderr and exit code 1."""
+    try:
+        app(arguments, prog_name="tieredmoe")
+    except TieredMoEError as error:
+        typer.echo(f"tieredmoe: {error}", err=True)
+        sys.exit(1)

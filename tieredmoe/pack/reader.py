@@ -1,0 +1,212 @@
+"""Opens a pack: what it says of itself is checked, and then every expert is one addition away.
+
+A ``Pack`` is data and holds no open file: the read backend opens the expert files by itself, and
+dense tensors are read once. Everything here blocks for as long as reading the manifest and the
+headers takes; full digests are ``verify_pack``'s business.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+
+from tieredmoe.errors import GGUFError, MetadataError, PackError
+from tieredmoe.gguf import GGUFHeader, Metadata, MetadataReader, merge_headers, parse_header
+from tieredmoe.gguf.files import opened, read_exactly
+from tieredmoe.pack.document import parse_manifest
+from tieredmoe.pack.manifest import MANIFEST_NAME, Manifest, digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from tieredmoe.gguf import GGUFInventory, TensorInfo
+    from tieredmoe.pack.layout import Extent, PackLayout
+    from tieredmoe.spec import ExpertKey, MoESpec
+
+MANIFEST_NBYTES_MAX = 256 << 20
+"""A longer manifest is refused unread; that of a model of a terabyte has 9 MB."""
+
+
+@attrs.frozen(eq=False)
+class Pack:
+    """An opened expert pack; a ``TensorSource`` for everything in it, experts included."""
+
+    path: Path
+    manifest: Manifest
+    metadata: Metadata
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def spec(self) -> MoESpec:
+        """The routed part of the model."""
+        return self.manifest.layout.spec
+
+    @cached_property
+    def data_files(self) -> tuple[Path, ...]:
+        """The expert files, in the order that ``Extent.file_index`` counts in."""
+        return tuple(self.path / file.name for file in self.manifest.layout.expert_files)
+
+    def locate(self, key: ExpertKey) -> Extent:
+        """Where the record of ``key`` lies; its length is the stride of its layer.
+
+        Constant time, no name is looked up. Raises ``KeyError`` for a key the model does not have.
+        """
+        return self.manifest.layout.record(key)
+
+    def digests(self, key: ExpertKey) -> tuple[bytes, ...]:
+        """The xxh3-128 digests of one expert's gate, up and down, 16 bytes each."""
+        return self.manifest.role_digests(key)
+
+    def read(self, name: str) -> NDArray[np.uint8]:
+        """The raw bytes of one tensor, a fresh writable 1-D array; experts are gathered.
+
+        Raises ``KeyError`` for an unknown name and ``PackError`` when a file cannot be read.
+        """
+        data = np.empty(self.tensors[name].nbytes, dtype=np.uint8)
+        if not data.nbytes:
+            return data
+        layout = self.manifest.layout
+        extents = list(layout.tensor_extents(name))
+        # The pieces of one tensor are in one file.
+        path = self.path / layout.files[extents[0].file_index].name
+        done = 0
+        with as_pack_errors(), opened(path) as (fd, _):
+            for extent in extents:
+                target = data.data[done : done + extent.nbytes]
+                read_exactly(fd, target, offset=extent.offset, path=path)
+                done += extent.nbytes
+        return data
+
+    def check_source(self, inventory: GGUFInventory) -> None:
+        """Raise ``PackError`` unless this is a pack of ``inventory``; reads its headers.
+
+        Names may differ; sizes and headers (metadata, tokenizer, tensors) must not.
+        """
+        ours = [
+            (shard.nbytes, digests[0])
+            for shard, digests in zip(
+                self.manifest.layout.shards, self.manifest.digests, strict=True
+            )
+        ]
+        theirs = []
+        for shard in inventory.shards:
+            header = bytearray(min(shard.data_offset, shard.file_nbytes))
+            with opened(shard.path) as (fd, _):
+                read_exactly(fd, memoryview(header), offset=0, path=shard.path)
+            theirs.append((shard.file_nbytes, digest_of(header)))
+        if ours != theirs:
+            raise PackError(
+                self.path,
+                f"is a pack of another model than {inventory.shards[0].path}; name another pack",
+            )
+
+
+def open_pack(path: Path | str) -> Pack:
+    """The pack in directory ``path``, its manifest, file sizes and headers checked; blocks.
+
+    Raises ``PackError``: not a pack, or damaged, or of a newer format.
+    """
+    path = Path(path)
+    manifest_path = path / MANIFEST_NAME
+    manifest = parse_manifest(_read_manifest(manifest_path), manifest_path)
+    _check_sizes(path, manifest.layout)
+    with as_pack_errors():
+        headers = list(_headers(path, manifest))
+        metadata, tensors = merge_headers(headers)
+        if problems := list(_header_problems(manifest.layout, headers, metadata, tensors)):
+            raise PackError(manifest_path, f"does not fit its headers: {'; '.join(problems)}")
+    return Pack(path, manifest, metadata, tensors)
+
+
+@contextmanager
+def as_pack_errors() -> Iterator[None]:
+    """Whatever is wrong with a file in here is wrong with a pack."""
+    try:
+        yield
+    except GGUFError as error:
+        raise PackError(error.path, error.fact) from error
+
+
+def _read_manifest(path: Path) -> bytes:
+    if not path.parent.exists():
+        raise PackError(path.parent, "does not exist")
+    if path.parent.is_file():
+        raise PackError(
+            path.parent, "is a file, not a pack; make one of it with `tieredmoe pack create`"
+        )
+    if not path.is_file():
+        raise PackError(path.parent, f"is not a pack, or not a whole one: no {MANIFEST_NAME} in it")
+    with as_pack_errors(), opened(path) as (fd, status):
+        if status.st_size > MANIFEST_NBYTES_MAX:
+            raise PackError(path, f"has {status.st_size:,} bytes, too many for a manifest")
+        data = bytearray(status.st_size)
+        read_exactly(fd, memoryview(data), offset=0, path=path)
+        return bytes(data)
+
+
+def _check_sizes(path: Path, layout: PackLayout) -> None:
+    problems = []
+    for file in layout.files:
+        try:
+            nbytes = (path / file.name).stat().st_size
+        except OSError as error:
+            problems.append(f"{file.name}: {error.strerror}")
+            continue
+        if nbytes != file.nbytes:
+            problems.append(f"{file.name} has {nbytes:,} bytes instead of {file.nbytes:,}")
+    if problems:
+        raise PackError(path, f"is damaged: {'; '.join(problems)}")
+
+
+def _headers(path: Path, manifest: Manifest) -> Iterator[GGUFHeader]:
+    """The headers of all shards, from the beginnings of the dense files."""
+    for shard, digests in zip(manifest.layout.shards, manifest.digests, strict=True):
+        dense_path = path / shard.dense_file.name
+        data = bytearray(shard.segments[0].nbytes)
+        with opened(dense_path) as (fd, _):
+            read_exactly(fd, memoryview(data), offset=0, path=dense_path)
+        if digest_of(data) != digests[0]:
+            raise PackError(dense_path, "is damaged: its header does not match its digest")
+        yield parse_header(data, path=dense_path, file_nbytes=shard.nbytes)
+
+
+def _header_problems(
+    layout: PackLayout,
+    headers: list[GGUFHeader],
+    metadata: Metadata,
+    tensors: Mapping[str, TensorInfo],
+) -> Iterator[str]:
+    """Where the manifest contradicts the headers, which are known to be the source's own."""
+    try:
+        reader = MetadataReader(metadata, metadata.architecture)
+        top_k = reader.integer("expert_used_count")
+        reader.finish()
+    except MetadataError as error:
+        yield str(error)
+        return
+    model = (layout.spec.architecture, layout.spec.top_k)
+    if model != (metadata.architecture, top_k):
+        yield f"architecture and top_k are {model}, not {(metadata.architecture, top_k)}"
+    for shard, header in zip(layout.shards, headers, strict=True):
+        if shard.segments[0].nbytes != min(header.data_offset, header.file_nbytes):
+            yield f"the header of {shard.name} has {header.data_offset} bytes"
+    stored = {name for name, info in tensors.items() if info.nbytes}
+    for name in sorted(stored ^ layout.tensors.keys()):
+        yield f"tensor {name!r} is in only one of them"
+    for name in stored & layout.tensors.keys():
+        where, info = layout.tensors[name], tensors[name]
+        expected = (info.shard_index, info.offset, info.nbytes)
+        if expected != (where.shard_index, where.source_offset, where.nbytes):
+            yield f"tensor {name!r} is elsewhere or of another size"
+        if where.slabs is not None:
+            role = layout.spec.layouts[where.slabs.layer].by_name[where.slabs.role]
+            found = (info.ggml_type, info.shape)
+            if found != (role.ggml_type, (layout.spec.n_experts, *role.shape)):
+                yield f"tensor {name!r} has another type or shape"
