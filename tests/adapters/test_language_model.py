@@ -1,0 +1,200 @@
+"""The high-level API: a pack in, text out; limits, stops and cancellation."""
+
+import asyncio
+import json
+
+import pytest
+
+from tieredmoe import (
+    BudgetError,
+    ConfigError,
+    HierarchyConfig,
+    Message,
+    PackError,
+    PromptTooLongError,
+    TokenizerError,
+    UnsupportedModelError,
+    create_pack,
+    open_model,
+)
+from tieredmoe.testing.tiny_gguf import make_deepseek_v4
+
+SMALL = HierarchyConfig(vram="1GiB", reserve=0)
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    """Packs of one tiny model: with a tokenizer, without, and of an unknown architecture."""
+    folder = tmp_path_factory.mktemp("packs")
+    made = {
+        "text": {},
+        "ids": {"tokenizer": None},
+        "foreign": {
+            "metadata": {
+                "general.architecture": "mystery",
+                "mystery.block_count": 6,
+                "mystery.expert_count": 8,
+                "mystery.expert_used_count": 3,
+            }
+        },
+    }
+    for name, options in made.items():
+        weights = make_deepseek_v4(folder / f"{name}.gguf", seed=2, **options)
+        asyncio.run(create_pack(weights.paths[0], folder / f"{name}.pack"))
+    return folder
+
+
+def generate(pack, prompt, config=SMALL, **settings):
+    """The generation of a whole run, ended."""
+
+    async def main():
+        async with await open_model(pack, config) as model:
+            generation = model.generate(prompt, **settings)
+            pieces = [piece async for piece in generation]
+            model.hierarchy.check()
+            return generation, pieces
+
+    return asyncio.run(main())
+
+
+def test_text_goes_in_and_comes_out_in_whole_characters(packs):
+    generation, pieces = generate(packs / "text.pack", "Hello there", max_new_tokens=12)
+    assert 0 < len(generation.token_ids) <= 12
+    assert [piece.token_id for piece in pieces if piece.token_id is not None] == [
+        token for token in generation.token_ids if token != 1
+    ]
+    assert "".join(map(str, pieces)) == "".join(piece.text for piece in pieces)
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(packs):
+    settings = {"max_new_tokens": 16, "temperature": 1.5}
+    first, again, other = (
+        generate(packs / "ids.pack", [5, 6, 7], seed=seed, **settings)[0].token_ids
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_greedy_tokens_do_not_depend_on_the_cache_or_the_chunks(packs):
+    prompt = list(range(3, 60))
+    small = HierarchyConfig(vram=3 * 16384 + 100, reserve=0, stage_slots=1, policy="lru")
+    runs = [
+        generate(packs / "ids.pack", prompt, config, max_new_tokens=10, chunk_length=chunk)[0]
+        for config, chunk in ((SMALL, 512), (small, 512), (SMALL, 13))
+    ]
+    assert runs[0].token_ids == runs[1].token_ids == runs[2].token_ids
+    assert runs[1].report.decode.cache_evictions > 0
+
+
+def test_a_report_counts_tokens_and_what_they_cost(packs):
+    generation, _ = generate(packs / "ids.pack", [3] * 20, max_new_tokens=5, chunk_length=8)
+    report = generation.report
+    assert (report.n_prompt_tokens, report.n_prefilled, report.n_generated) == (20, 20, 5)
+    assert report.stop_reason == "max_new_tokens"
+    executed = {
+        layer: report.prefill.executed_experts[layer] + report.decode.executed_experts[layer]
+        for layer in report.prefill.executed_experts
+    }
+    assert set(executed.values()) == {(20 + 4) * 3}
+    assert report.prefill.pack_reads > 0
+    assert report.prefill_tokens_per_s > 0
+    assert report.decode_tokens_per_s > 0
+
+
+def test_generation_stops_when_the_context_is_full(packs):
+    generation, _ = generate(packs / "ids.pack", [3] * 6, max_new_tokens=50, n_context=10)
+    assert generation.report.stop_reason == "context"
+    assert len(generation.token_ids) == 4
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(packs):
+    async def main():
+        async with await open_model(packs / "ids.pack", SMALL) as model:
+            full = [piece.token_id async for piece in model.generate([3, 4], max_new_tokens=6)]
+            generation = model.generate([3, 4], max_new_tokens=6)
+            generation._stop_ids = frozenset({full[2]})
+            cut = [piece.token_id async for piece in generation]
+            return full, cut, generation.report.stop_reason
+
+    full, cut, reason = asyncio.run(main())
+    assert cut == full[: full.index(full[2])]
+    assert reason == "stop token"
+
+
+def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(packs):
+    with pytest.raises(PromptTooLongError, match="20 tokens does not fit a context of 20"):
+        generate(packs / "ids.pack", [3] * 20, n_context=20)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "error", "fact"),
+    [
+        ([3], {"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
+        ([3], {"chunk_length": 0, "n_context": 1}, ConfigError, "chunk_length.*n_context"),
+        ([3], {"temperature": -1.0}, ConfigError, "temperature"),
+        ([], {}, ConfigError, "no tokens"),
+        ([3, Message("user", "x")], {}, ConfigError, "not both"),
+        ("text", {}, TokenizerError, "give token ids"),
+        ([100000], {}, TokenizerError, "100000"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_in_one_line(packs, prompt, settings, error, fact):
+    with pytest.raises(error, match=fact) as caught:
+        generate(packs / "ids.pack", prompt, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_cancellation_ends_a_generation_cleanly_with_partial_statistics(packs, tmp_path):
+    config = HierarchyConfig(vram="1GiB", reserve=0, stats_path=tmp_path / "s.json")
+
+    async def main():
+        async with await open_model(packs / "ids.pack", config) as model:
+            generation = model.generate([3] * 5, max_new_tokens=1000)
+
+            async def consume():
+                async for _ in generation:
+                    if len(generation.token_ids) == 3:
+                        task.cancel()
+
+            task = asyncio.ensure_future(consume())
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            model.hierarchy.check()
+            return generation.report
+
+    report = asyncio.run(main())
+    assert report.stop_reason == "unfinished"
+    assert report.n_generated >= 3
+    assert json.loads((tmp_path / "s.json").read_text())["cache_hits"] > 0
+
+
+def test_two_generations_side_by_side_do_not_disturb_each_other(packs):
+    async def main():
+        config = HierarchyConfig(vram=4 * 16384, reserve=0, stage_slots=2)
+        async with await open_model(packs / "ids.pack", config) as model:
+
+            async def tokens(prompt):
+                return [p.token_id async for p in model.generate(prompt, max_new_tokens=6)]
+
+            alone = [await tokens([4, 5]), await tokens([9] * 9)]
+            together = await asyncio.gather(tokens([4, 5]), tokens([9] * 9))
+            return alone, together
+
+    alone, together = asyncio.run(main())
+    assert alone == together
+
+
+def test_a_budget_below_top_k_is_refused_with_the_numbers(packs):
+    config = HierarchyConfig(vram="20KiB", reserve=0)
+    with pytest.raises(BudgetError, match=r"20.0 KiB|20480"):
+        asyncio.run(open_model(packs / "ids.pack", config))
+
+
+def test_a_gguf_is_not_a_pack_and_the_error_says_what_to_do(packs):
+    with pytest.raises(PackError, match="pack create"):
+        asyncio.run(open_model(packs / "ids.gguf", SMALL))
+
+
+def test_an_unknown_architecture_is_named_with_those_supported(packs):
+    with pytest.raises(UnsupportedModelError, match=r"'mystery'.*deepseek4"):
+        asyncio.run(open_model(packs / "foreign.pack", SMALL))

@@ -1,0 +1,7 @@
+"""Models: what turns tokens and experts into logits, and the high-level API over them."""
+
+from tieredmoe.adapters.chat import Message
+from tieredmoe.adapters.generation import Generation, GenerationReport, Piece
+from tieredmoe.adapters.language_model import LanguageModel, open_model
+
+__all__ = ["Generation", "GenerationReport", "LanguageModel", "Message", "Piece", "open_model"]

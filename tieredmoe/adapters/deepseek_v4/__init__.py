@@ -1,0 +1,8 @@
+"""DeepSeek-V4: configuration, state, forward pass."""
+
+from tieredmoe.adapters.deepseek_v4.config import DeepSeekV4Config
+from tieredmoe.adapters.deepseek_v4.load import DeepSeekV4Adapter
+from tieredmoe.adapters.deepseek_v4.model import DeepSeekV4Model
+from tieredmoe.adapters.deepseek_v4.state import DecodeState
+
+__all__ = ["DecodeState", "DeepSeekV4Adapter", "DeepSeekV4Config", "DeepSeekV4Model"]

@@ -1,0 +1,100 @@
+"""Compression of past tokens into rows: one key (and value) per window of 4 or 128 tokens.
+
+A window's row is a weighted mean of its tokens' values, the weights a softmax over the window for
+each channel by itself. With overlap (ratio 4) each token has two values: one for its own window's
+row and one for the next window's. (spec: DeepSeek-V4 inference/model.py, ``Compressor``)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from tieredmoe.adapters.deepseek_v4.norm import rms_norm
+from tieredmoe.adapters.deepseek_v4.state import CompressorState, Rows
+
+if TYPE_CHECKING:
+    from tieredmoe.adapters.deepseek_v4.rope import Rope
+    from tieredmoe.moe.linear import PackedLinear
+
+
+class Compressor:
+    """One layer's compressor, or its indexer's.
+
+    ``values`` and ``gates`` are matrices [width, H], ``position_bias`` is [ratio, width] and
+    ``norm`` [d]. ``width`` is ``d``, or ``2 d`` with overlap: the first half then belongs to the
+    next window, the second to the token's own.
+    """
+
+    def __init__(
+        self,
+        values: PackedLinear,
+        gates: PackedLinear,
+        position_bias: torch.Tensor,
+        norm: torch.Tensor,
+        *,
+        rope: Rope,
+        rms_eps: float,
+    ) -> None:
+        self._values = values
+        self._gates = gates
+        self._bias = position_bias
+        self._norm = rms_norm(norm, rms_eps)
+        self._rope = rope
+        self._dim = norm.shape[0]
+        self.ratio = position_bias.shape[0]
+
+    def new_state(self, n_context: int) -> CompressorState:
+        """The state before the first token of a sequence of at most ``n_context``."""
+        bias = self._bias
+        n_last = self.ratio if bias.shape[1] > self._dim else 0
+        return CompressorState(
+            rows=Rows.empty(self._dim, limit=n_context // self.ratio, device=bias.device),
+            values=bias.new_empty((0, bias.shape[1])),
+            gates=bias.new_empty((0, bias.shape[1])),
+            last_values=bias.new_zeros((n_last, self._dim)),
+            last_gates=bias.new_full((n_last, self._dim), -math.inf),
+        )
+
+    def advance(self, u: torch.Tensor, state: CompressorState) -> CompressorState:
+        """The state after the tokens ``u`` [T, H], which come next: a row more per window closed.
+
+        Row w is visible to position t if ``w < (t + 1) // ratio``, so to the token that closes it.
+        """
+        values = torch.cat((state.values, self._values(u)))
+        gates = torch.cat((state.gates, self._gates(u)))
+        n_windows = values.shape[0] // self.ratio
+        if n_windows == 0:
+            return CompressorState(state.rows, values, gates, state.last_values, state.last_gates)
+
+        closed = n_windows * self.ratio
+        windows = values[:closed].unflatten(0, (n_windows, self.ratio))
+        weights = gates[:closed].unflatten(0, (n_windows, self.ratio)) + self._bias
+        last_values, last_gates = state.last_values, state.last_gates
+        if last_values.shape[0]:
+            windows, last_values = self._overlapped(windows, last_values)
+            weights, last_gates = self._overlapped(weights, last_gates)
+        rows = self._norm((windows * weights.softmax(1)).sum(1))
+        first = state.rows.n * self.ratio
+        positions = torch.arange(first, first + closed, self.ratio, device=u.device)
+        return CompressorState(
+            rows=state.rows.append(self._rope.at(positions).rotate_(rows)),
+            # Cloned, so that a state does not keep a whole chunk's memory for its last few tokens.
+            values=values[closed:].clone(),
+            gates=gates[closed:].clone(),
+            last_values=last_values,
+            last_gates=last_gates,
+        )
+
+    def _overlapped(
+        self, windows: torch.Tensor, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows [n, r, 2 d] as [n, 2 r, d]: the window before each one, then the window itself.
+
+        Also gives what the window after them will need of the last one, [r, d].
+        """
+        for_next, own = windows.split(self._dim, dim=2)
+        before = torch.cat((last.unsqueeze(0), for_next[:-1]))
+        return torch.cat((before, own), dim=1), for_next[-1].clone()

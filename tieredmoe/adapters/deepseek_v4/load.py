@@ -1,0 +1,187 @@
+"""Makes a DeepSeek-V4 model from a file's metadata and dense tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from tieredmoe.adapters.deepseek_v4.attention import Attention, AttentionWeights
+from tieredmoe.adapters.deepseek_v4.chat import encode_chat
+from tieredmoe.adapters.deepseek_v4.compressor import Compressor
+from tieredmoe.adapters.deepseek_v4.config import ARCHITECTURE, CSA, SLIDING, DeepSeekV4Config
+from tieredmoe.adapters.deepseek_v4.hyper import HyperConnection, StreamHead
+from tieredmoe.adapters.deepseek_v4.indexer import Indexer
+from tieredmoe.adapters.deepseek_v4.model import DeepSeekV4Model, Head, Layer
+from tieredmoe.adapters.deepseek_v4.moe import ExpertLayer, HashRouter, ScoreRouter, SharedExpert
+from tieredmoe.adapters.deepseek_v4.norm import rms_norm
+from tieredmoe.adapters.deepseek_v4.past import HeavilyCompressedPast, SparsePast
+from tieredmoe.adapters.deepseek_v4.rope import Rope
+from tieredmoe.adapters.deepseek_v4.tensors import dense_shapes, expert_shapes, table_shapes
+from tieredmoe.adapters.dense_tensors import DenseTensors
+from tieredmoe.errors import MetadataError
+from tieredmoe.moe.reference import clamped_swiglu
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from tieredmoe.adapters.chat import Message
+    from tieredmoe.adapters.deepseek_v4.moe import Router
+    from tieredmoe.adapters.deepseek_v4.past import Past
+    from tieredmoe.adapters.protocol import Progress
+    from tieredmoe.adapters.tokenizer import Tokenizer
+    from tieredmoe.gguf.tensors import TensorSource
+
+
+class DeepSeekV4Adapter:
+    """The architecture ``deepseek4``: DeepSeek-V4, without its multi-token prediction."""
+
+    architecture: ClassVar[str] = ARCHITECTURE
+
+    def load(
+        self, source: TensorSource, *, device: torch.device, progress: Progress | None = None
+    ) -> DeepSeekV4Model:
+        """Read the dense weights of ``source`` onto ``device``; routed experts are left alone.
+
+        Raises ``MetadataError`` listing everything that is missing or contradictory (keys, or
+        tensors and shapes) before any weight is read, and ``UnsupportedModelError`` listing tensors
+        of a type that cannot be used.
+        """
+        config = DeepSeekV4Config.from_metadata(source.metadata, source.tensors)
+        tensors = DenseTensors(
+            source,
+            floats=dense_shapes(config),
+            integers=table_shapes(config),
+            others=expert_shapes(config),
+            device=device,
+            progress=progress,
+        )
+        builder = _Builder(config, tensors, device)
+        return DeepSeekV4Model(
+            config,
+            embedding=tensors.matrix("token_embd.weight"),
+            layers=[builder.layer(layer) for layer in range(config.n_layers)],
+            head=builder.head(),
+            device=device,
+        )
+
+    def encode_chat(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool = False
+    ) -> list[int]:
+        """The ids of a conversation up to the answer; raises what ``chat.encode_chat`` raises."""
+        return encode_chat(tokenizer, messages, thinking=thinking)
+
+
+class _Builder:
+    """Puts tensors where they belong."""
+
+    def __init__(
+        self, config: DeepSeekV4Config, tensors: DenseTensors, device: torch.device
+    ) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._plain_rope = Rope.plain(config.rope, device)
+        self._compressed_rope = Rope.compressed(config.rope, device)
+
+    def head(self) -> Head:
+        """What comes after the last layer."""
+        tensors, config = self._tensors, self._config
+        return Head(
+            streams=StreamHead(
+                tensors.matrix("output_hc_fn.weight"),
+                tensors.values("output_hc_base.weight"),
+                tensors.values("output_hc_scale.weight"),
+                config=config.streams,
+                rms_eps=config.rms_eps,
+            ),
+            norm=rms_norm(tensors.values("output_norm.weight"), config.rms_eps),
+            output=tensors.matrix("output.weight"),
+        )
+
+    def layer(self, layer: int) -> Layer:
+        """One layer, whatever its kinds of attention and router."""
+        eps = self._config.rms_eps
+        prefix = f"blk.{layer}"
+        return Layer(
+            attention_streams=self._streams(f"{prefix}.hc_attn"),
+            attention_norm=rms_norm(self._tensors.values(f"{prefix}.attn_norm.weight"), eps),
+            attention=self._attention(prefix, self._config.attention.compress_ratios[layer]),
+            expert_streams=self._streams(f"{prefix}.hc_ffn"),
+            expert_norm=rms_norm(self._tensors.values(f"{prefix}.ffn_norm.weight"), eps),
+            experts=self._experts(prefix, layer),
+        )
+
+    def _streams(self, prefix: str) -> HyperConnection:
+        return HyperConnection(
+            self._tensors.matrix(f"{prefix}_fn.weight"),
+            self._tensors.values(f"{prefix}_base.weight"),
+            self._tensors.values(f"{prefix}_scale.weight"),
+            config=self._config.streams,
+            rms_eps=self._config.rms_eps,
+        )
+
+    def _attention(self, prefix: str, ratio: int) -> Attention:
+        matrix, values = self._tensors.matrix, self._tensors.values
+        weights = AttentionWeights(
+            q_a=matrix(f"{prefix}.attn_q_a.weight"),
+            q_a_norm=values(f"{prefix}.attn_q_a_norm.weight"),
+            q_b=matrix(f"{prefix}.attn_q_b.weight"),
+            kv=matrix(f"{prefix}.attn_kv.weight"),
+            kv_norm=values(f"{prefix}.attn_kv_a_norm.weight"),
+            sinks=values(f"{prefix}.attn_sinks.weight"),
+            output_a=matrix(f"{prefix}.attn_output_a.weight"),
+            output_b=matrix(f"{prefix}.attn_output_b.weight"),
+        )
+        rope = self._plain_rope if ratio == SLIDING else self._compressed_rope
+        return Attention(weights, self._config, rope=rope, past=self._past(prefix, ratio))
+
+    def _past(self, prefix: str, ratio: int) -> Past | None:
+        if ratio == SLIDING:
+            return None
+        compressor = self._compressor(f"{prefix}.attn_compressor")
+        if ratio != CSA:
+            return HeavilyCompressedPast(compressor)
+        sizes = self._config.attention
+        indexer = Indexer(
+            self._tensors.matrix(f"{prefix}.indexer.attn_q_b.weight"),
+            self._tensors.matrix(f"{prefix}.indexer.proj.weight"),
+            self._compressor(f"{prefix}.indexer_compressor"),
+            n_picks=sizes.indexer_top_k,
+        )
+        return SparsePast(compressor, indexer, head_dim=sizes.head_dim)
+
+    def _compressor(self, prefix: str) -> Compressor:
+        return Compressor(
+            self._tensors.matrix(f"{prefix}_kv.weight"),
+            self._tensors.matrix(f"{prefix}_gate.weight"),
+            self._tensors.values(f"{prefix}_ape.weight"),
+            self._tensors.values(f"{prefix}_norm.weight"),
+            rope=self._compressed_rope,
+            rms_eps=self._config.rms_eps,
+        )
+
+    def _experts(self, prefix: str, layer: int) -> ExpertLayer:
+        matrix, sizes = self._tensors.matrix, self._config.experts
+        shared = SharedExpert(
+            matrix(f"{prefix}.ffn_gate_shexp.weight"),
+            matrix(f"{prefix}.ffn_up_shexp.weight"),
+            matrix(f"{prefix}.ffn_down_shexp.weight"),
+            clamped_swiglu(sizes.shared_limits[layer]),
+        )
+        activation = clamped_swiglu(sizes.routed_limits[layer])
+        return ExpertLayer(layer, self._router(prefix, layer), shared, activation)
+
+    def _router(self, prefix: str, layer: int) -> Router:
+        sizes = self._config.experts
+        gate = self._tensors.matrix(f"{prefix}.ffn_gate_inp.weight")
+        if layer >= sizes.n_hash_layers:
+            bias = self._tensors.values(f"{prefix}.exp_probs_b.bias")
+            return ScoreRouter(gate, bias, k=sizes.top_k, scale=sizes.routed_scale)
+        name = f"{prefix}.ffn_gate_tid2eid.weight"
+        table = self._tensors.table(name)
+        lowest, highest = table.min().item(), table.max().item()
+        if lowest < 0 or highest >= sizes.n_experts:
+            raise MetadataError(
+                f"{name} names experts {lowest} to {highest}, but there are {sizes.n_experts}"
+            )
+        return HashRouter(gate, table, scale=sizes.routed_scale)

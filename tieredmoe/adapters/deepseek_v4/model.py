@@ -1,0 +1,145 @@
+"""The forward pass of DeepSeek-V4: embedding, layers, head; float32 throughout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from tieredmoe.adapters.deepseek_v4.state import DecodeState
+from tieredmoe.errors import ConfigError, TokenizerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tieredmoe.adapters.deepseek_v4.attention import Attention
+    from tieredmoe.adapters.deepseek_v4.config import DeepSeekV4Config
+    from tieredmoe.adapters.deepseek_v4.hyper import HyperConnection, StreamHead
+    from tieredmoe.adapters.deepseek_v4.moe import ExpertLayer
+    from tieredmoe.adapters.protocol import ExpertProvider, LogitRows
+    from tieredmoe.moe.linear import PackedLinear
+
+    Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class Layer:
+    """One layer: two sub-blocks, each with its hyper-connection and the norm of its input."""
+
+    attention_streams: HyperConnection
+    attention_norm: Norm
+    attention: Attention
+    expert_streams: HyperConnection
+    expert_norm: Norm
+    experts: ExpertLayer
+
+
+@attrs.frozen(eq=False)
+class Head:
+    """From the streams after the last layer to logits."""
+
+    streams: StreamHead
+    norm: Norm
+    output: PackedLinear
+
+    def __call__(self, streams: torch.Tensor) -> torch.Tensor:
+        """``streams`` [T, n, H] to logits [T, vocab]."""
+        return self.output(self.norm(self.streams(streams)))
+
+
+class DeepSeekV4Model:
+    """A DeepSeek-V4 with its dense weights in memory; routed experts come from a provider.
+
+    It holds nothing of any sequence: any number of them may use it, each one step at a time.
+    """
+
+    def __init__(
+        self,
+        config: DeepSeekV4Config,
+        *,
+        embedding: PackedLinear,
+        layers: Sequence[Layer],
+        head: Head,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._head = head
+        self._device = device
+
+    @property
+    def config(self) -> DeepSeekV4Config:
+        """Sizes and constants."""
+        return self._config
+
+    def new_state(self, n_context: int) -> DecodeState:
+        """The state of an empty sequence that may grow to ``n_context`` tokens.
+
+        Raises ``ConfigError`` for a length that is not positive or beyond the model's context.
+        """
+        longest = self._config.context_length
+        if not 1 <= n_context <= longest:
+            raise ConfigError(f"a context of {n_context} tokens is not within 1 and {longest}")
+        return DecodeState(
+            [layer.attention.new_state(n_context) for layer in self._layers], n_context=n_context
+        )
+
+    async def forward(
+        self,
+        tokens: torch.Tensor,
+        state: DecodeState,
+        experts: ExpertProvider,
+        *,
+        logits: LogitRows,
+    ) -> torch.Tensor:
+        """Append ``tokens`` (int64 [T], T ≥ 1) to the sequence; float32 logits [T, 1 or 0, vocab].
+
+        Scratch memory grows linearly with T, so long prompts come in chunks; chunks of any length
+        give the same results up to rounding. When it raises or is cancelled, ``state`` is as it was
+        before. Raises ``PromptTooLongError``, ``TokenizerError`` for an id outside the vocabulary,
+        and what the provider raises.
+        """
+        n_new, start = tokens.shape[0], state.n_tokens
+        self._check(tokens)
+        state.check_room(n_new)
+        tokens = tokens.to(self._device)
+        positions = torch.arange(start, start + n_new, device=self._device)
+        angles = {
+            rope: rope.at(positions) for rope in {layer.attention.rope for layer in self._layers}
+        }
+
+        x = self._embedding.rows(tokens)
+        streams = x.unsqueeze(1).expand(-1, self._config.streams.n_streams, -1)
+        after = []
+        for layer, layer_state in zip(self._layers, state.layers, strict=True):
+            mixed = layer.attention_streams.split(streams)
+            y, layer_after = layer.attention(
+                layer.attention_norm(mixed.x), start, angles[layer.attention.rope], layer_state
+            )
+            streams = layer.attention_streams.join(streams, y, mixed)
+
+            mixed = layer.expert_streams.split(streams)
+            y = await layer.experts(layer.expert_norm(mixed.x), tokens, experts)
+            streams = layer.expert_streams.join(streams, y, mixed)
+            after.append(layer_after)
+
+        if logits == "none":
+            rows = x.new_empty((0, self._config.vocab_size))
+        else:
+            rows = self._head(streams if logits == "all" else streams[-1:])
+        state.commit(after, start=start, n_new=n_new)
+        return rows
+
+    def _check(self, tokens: torch.Tensor) -> None:
+        assert tokens.dim() == 1, "tokens are ids of one sequence, int64 [T]"
+        assert tokens.shape[0] > 0, "a step needs a token"
+        lowest, highest = tokens.min().item(), tokens.max().item()
+        n_vocab = self._config.vocab_size
+        if lowest < 0 or highest >= n_vocab:
+            odd = lowest if lowest < 0 else highest
+            raise TokenizerError(f"token id {odd} is outside the model's vocabulary of {n_vocab}")
+
+    def __repr__(self) -> str:
+        return f"<DeepSeekV4Model {len(self._layers)} layers on {self._device}>"

@@ -1,0 +1,23 @@
+"""Dequantisation, quantised matrices and the reference routed-expert FFN, in torch."""
+
+from tieredmoe.moe.dequant import dequantise
+from tieredmoe.moe.linear import PackedLinear
+from tieredmoe.moe.reference import (
+    Activation,
+    ExpertMatrices,
+    Record,
+    RoutedBatch,
+    clamped_swiglu,
+    expert_matrices,
+)
+
+__all__ = [
+    "Activation",
+    "ExpertMatrices",
+    "PackedLinear",
+    "Record",
+    "RoutedBatch",
+    "clamped_swiglu",
+    "dequantise",
+    "expert_matrices",
+]
