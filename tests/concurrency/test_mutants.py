@@ -1,0 +1,135 @@
+"""Every known bug is found by at least one harness, within its ordinary budget.
+
+``TIEREDMOE_EVERY_HARNESS=1`` tries all harnesses on each mutant instead of stopping at the first
+that finds it, and so shows which are redundant (``pytest -rP`` prints the findings).
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import inspect
+import os
+import warnings
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import test_closing
+import test_device
+import test_foreign_parts
+import test_holding
+import test_races
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from mutants import MUTANTS
+from stepping import SCENARIOS, cancel_at_every_step, close_at_every_step
+from storm import storm
+
+EVERY_HARNESS = bool(os.environ.get("TIEREDMOE_EVERY_HARNESS"))
+TESTS = Path(__file__).parent.parent
+
+
+def load(path):
+    """A test module of another directory, which is not on the path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cases(module):
+    """The tests of ``module``, one call for each set of parameters."""
+    for name, test in vars(module).items():
+        if not name.startswith("test_"):
+            continue
+        marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+        for choice in product(*(arguments_of(mark) for mark in marks)):
+            yield partial(test, **{name: value for chosen in choice for name, value in chosen})
+
+
+def arguments_of(mark):
+    names, values = mark.args
+    if isinstance(names, str):
+        names, values = (names,), [(value,) for value in values]
+    return [tuple(zip(names, value, strict=True)) for value in values]
+
+
+def races():
+    for module in (test_races, test_closing, test_holding, test_device, test_foreign_parts):
+        for case in cases(module):
+            case()
+
+
+def storms():
+    for seed in range(300):
+        storm(seed)
+
+
+def cancels():
+    for scenario in SCENARIOS:
+        for victim in scenario.cast:
+            cancel_at_every_step(scenario, victim)
+
+
+def closes():
+    for scenario in SCENARIOS:
+        if "closing" not in scenario.cast:
+            close_at_every_step(scenario, cancelled_after=None)
+            close_at_every_step(scenario, cancelled_after=2)
+
+
+def machine():
+    module = load(TESTS / "test_residency_machine.py")
+    few = settings(max_examples=30, derandomize=True, database=None, deadline=None)
+    for machine in (module.ResidencyMachine, module.LfuLruMachine):
+        run_state_machine_as_test(machine, settings=few)
+
+
+def replays():
+    module = load(TESTS / "sim" / "test_replay.py")
+    for case in cases(module):
+        if "n_steps" not in inspect.signature(case).parameters:
+            case()
+
+
+HARNESSES = (races, storms, machine, cancels, closes, replays)
+
+
+def finding(harness):
+    """What ``harness`` finds, in one line, or None."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        try:
+            harness()
+        except (Exception, pytest.fail.Exception, asyncio.CancelledError) as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        finally:
+            gc.collect()
+    return None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_known_bug_is_found(mutant, monkeypatch):
+    found = {}
+    with monkeypatch.context() as patched:
+        mutant.infect(patched)
+        for harness in HARNESSES:
+            what = finding(harness)
+            if what is not None:
+                found[harness.__name__] = what
+                if not EVERY_HARNESS:
+                    break
+    for name, what in found.items():
+        print(f"{mutant}: found by {name}: {what}")  # noqa: T201 (that is what -rP is for)
+    assert found, f"no harness sees: {mutant}"
+
+
+def test_a_mutant_whose_code_is_gone_says_so(monkeypatch):
+    gone = MUTANTS[0].edits[0].function
+    lost = type(MUTANTS[0])("gone", (type(MUTANTS[0].edits[0])(gone, "no such code", ""),))
+    with pytest.raises(AssertionError, match="mend the mutant"):
+        lost.infect(monkeypatch)

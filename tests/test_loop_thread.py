@@ -1,0 +1,400 @@
+"""The life of the I/O thread: opening, closing, failing, forking, and being forgotten."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from threaded_stage import (
+    PACK,
+    PATIENCE,
+    HeldDisk,
+    assert_at_rest,
+    assert_nothing_left,
+    blocked_loop,
+    in_loop,
+    making,
+    open_threaded,
+    resident,
+    thread,
+    wait_queued,
+)
+
+from tieredmoe.errors import BudgetError, ClosedError, ConfigError
+from tieredmoe.loop_thread import LoopThread
+from tieredmoe.threaded import ThreadedHierarchy
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "experts.bin"
+    path.write_bytes(PACK.image)
+    return path
+
+
+@pytest.fixture
+def disk():
+    disk = HeldDisk()
+    yield disk
+    disk.let_all_go()
+
+
+def io_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("tieredmoe")]
+
+
+def acquire(hierarchy, layer, expert):
+    hierarchy.acquire_blocking(layer, [expert])
+
+
+def stream(hierarchy, layer, expert):
+    next(hierarchy.stream_blocking(layer, [expert]))
+
+
+async def acquire_awaitable(hierarchy, layer, expert):
+    await hierarchy.acquire(layer, [expert])
+
+
+async def stream_awaitable(hierarchy, layer, expert):
+    await anext(hierarchy.stream(layer, [expert]))
+
+
+def awaited(work):
+    """``work`` as a function that runs it in a loop of its own."""
+    return lambda *args: asyncio.run(work(*args))
+
+
+# ---- opening
+
+
+def test_an_error_of_the_opening_comes_as_it_is():
+    error = BudgetError("3 slots are too few")
+
+    async def make():
+        raise error
+
+    async def awaited():
+        await ThreadedHierarchy.aopen(make)
+
+    for attempt in (lambda: ThreadedHierarchy.open(make), lambda: asyncio.run(awaited())):
+        with pytest.raises(BudgetError) as raised:
+            attempt()
+        assert raised.value is error
+
+
+def test_a_failed_opening_leaves_no_thread():
+    async def make():
+        raise BudgetError("3 slots are too few")
+
+    opening = LoopThread(make, name="tieredmoe-io")
+    opening.join()
+    assert isinstance(opening.opened.exception(), BudgetError)
+    assert io_threads() == []
+
+
+def test_a_cancelled_opening_closes_what_it_has_made(path):
+    making_it, go = threading.Event(), threading.Event()
+    made = Future()
+
+    async def make():
+        making_it.set()
+        await asyncio.to_thread(go.wait)
+        core = await making(path, (2, 4))()
+        made.set_result(core)
+        return core
+
+    async def main():
+        opening = asyncio.ensure_future(ThreadedHierarchy.aopen(make))
+        await asyncio.to_thread(making_it.wait)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    asyncio.run(main())
+    assert not made.done()
+    threads = io_threads()
+    go.set()
+    for each in threads:
+        each.join(PATIENCE)
+    assert made.result(PATIENCE).top.closed
+    assert io_threads() == []
+
+
+def test_a_system_without_threads_is_a_clear_error(monkeypatch, path):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ConfigError, match="refused a thread"):
+        open_threaded(path, (2,))
+
+
+# ---- closing
+
+
+def test_closing_frees_everything_and_can_be_repeated_from_anywhere(path):
+    hierarchy = open_threaded(path, (2, 4))
+    resident(hierarchy, 0, 1)
+    lease = hierarchy.acquire_blocking(0, [1])
+    for done in [thread(hierarchy.close) for _ in range(3)]:
+        done.result(PATIENCE)
+    hierarchy.close()
+    asyncio.run(hierarchy.aclose())
+    assert lease.released
+    assert lease.slots == {}
+    lease.release()
+    assert_nothing_left(hierarchy)
+    assert io_threads() == []
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_nothing_is_served_after_the_close(path, expert):
+    hierarchy = open_threaded(path, (4,))
+    resident(hierarchy, 0, 1)
+    hierarchy.close()
+    for ask in (acquire, stream, awaited(acquire_awaitable), awaited(stream_awaitable)):
+        with pytest.raises(ClosedError):
+            ask(hierarchy, 0, expert)
+
+
+def test_closing_refuses_who_waits_and_drains_what_is_read(path, disk):
+    hierarchy = open_threaded(path, (2,), disk=disk)
+    disk.hold(0, 1)
+    lease = hierarchy.acquire_blocking(0, [1, 2])
+    disk.wait_started(0, 1)
+    asks = (acquire, stream, awaited(acquire_awaitable), awaited(stream_awaitable))
+    waiting = [thread(ask, hierarchy, 1, 4) for ask in asks]
+    wait_queued(hierarchy, 4)
+    waiting += [thread(lease.wait), thread(awaited(lambda lease: lease.ready()), lease)]
+    closing = thread(hierarchy.close)
+    for done in waiting:
+        with pytest.raises(ClosedError):
+            done.result(PATIENCE)
+    with pytest.raises(ClosedError):
+        lease.futures[1].result(PATIENCE)
+    assert not closing.done()  # a read is still writing into its memory
+    disk.let_go(0, 1)
+    closing.result(PATIENCE)
+    assert_nothing_left(hierarchy)
+
+
+def test_closing_ends_a_stream_whose_consumer_is_busy(path):
+    hierarchy = open_threaded(path, (2, 4))
+    leases = hierarchy.stream_blocking(0, range(8))
+    lease = next(leases)
+    hierarchy.close()
+    assert lease.released
+    with pytest.raises(ClosedError):
+        next(leases)
+    assert_nothing_left(hierarchy)
+
+
+def test_a_cancelled_aclose_stops_only_the_wait(path, disk):
+    async def main(hierarchy):
+        closing = asyncio.ensure_future(hierarchy.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+    hierarchy = open_threaded(path, (2,), disk=disk)
+    disk.hold(0, 1)
+    hierarchy.acquire_blocking(0, [1])
+    disk.wait_started(0, 1)
+    asyncio.run(main(hierarchy))
+    disk.let_go(0, 1)
+    hierarchy.close()
+    assert_nothing_left(hierarchy)
+
+
+def test_it_can_be_opened_again_at_once(path):
+    for _ in range(3):
+        with open_threaded(path, (2, 4)) as hierarchy:
+            hierarchy.acquire_blocking(0, [1, 2])  # closed with reads in flight
+
+
+def test_an_acquire_posted_to_a_thread_that_ends_is_refused(path):
+    hierarchy = open_threaded(path, (2,))
+    with blocked_loop(hierarchy):
+        hierarchy._thread.stop()
+        waiting = thread(hierarchy.acquire_blocking, 0, [1])
+        while not hierarchy._thread._promises:
+            pass
+    with pytest.raises(ClosedError):
+        waiting.result(PATIENCE)
+    hierarchy.close()
+
+
+def test_a_promise_made_after_the_end_fails_at_once(path):
+    hierarchy = open_threaded(path, (2,))
+    hierarchy.close()
+    for cancellable in (True, False):
+        promise = hierarchy._thread.promise(cancellable=cancellable)
+        assert isinstance(promise.exception(timeout=0), ClosedError)
+
+
+def test_the_io_thread_refuses_to_wait_for_itself(path, disk):
+    def callback(_):
+        for wait in (hierarchy.close, lambda: hierarchy.acquire_blocking(0, [2])):
+            try:
+                wait()
+            except RuntimeError as error:
+                refused.append(str(error))
+        done.set()
+
+    refused, done = [], threading.Event()
+    with open_threaded(path, (2,), disk=disk) as hierarchy:
+        disk.hold(0, 1)
+        with hierarchy.acquire_blocking(0, [1]) as lease:
+            lease.futures[1].add_done_callback(callback)
+            disk.let_go(0, 1)
+            assert done.wait(PATIENCE)
+        assert ["waits for the I/O thread" in text for text in refused] == [True, True]
+
+
+# ---- the end by an error
+
+
+class Surprise(BaseException):
+    """What no handler expects."""
+
+
+@pytest.mark.parametrize("error", [Surprise("boo"), ValueError("boo"), SystemExit(3)])
+def test_when_the_thread_dies_nobody_hangs_and_everybody_is_told(path, disk, error):
+    def fail():
+        raise error
+
+    hierarchy = open_threaded(path, (2,), disk=disk)
+    disk.hold(0, 1)
+    lease = hierarchy.acquire_blocking(0, [1, 2])
+    disk.wait_started(0, 1)
+    asks = (acquire, stream, awaited(acquire_awaitable), awaited(stream_awaitable))
+    waiting = [thread(ask, hierarchy, 1, 4) for ask in asks]
+    wait_queued(hierarchy, 4)
+    landing = [thread(lease.wait), thread(awaited(lambda lease: lease.ready()), lease)]
+    hierarchy._thread.post(fail)
+    for done in waiting:  # before the read has ended
+        with pytest.raises(ClosedError, match=r"ended by an error: .*boo|SystemExit"):
+            done.result(PATIENCE)
+    for done in landing:
+        with pytest.raises(ClosedError):
+            done.result(PATIENCE)
+    with pytest.raises(ClosedError, match="ended by an error"):
+        lease.futures[1].result(PATIENCE)
+    for call in (
+        lambda: hierarchy.acquire_blocking(0, [2]),
+        lambda: hierarchy.acquire(0, [2]),
+        lambda: hierarchy.stream_blocking(0, [2]),
+        lambda: hierarchy.stream(0, [2]),
+        hierarchy.stats,
+    ):
+        with pytest.raises(ClosedError, match="ended by an error") as raised:
+            call()
+        assert raised.value.__cause__ is error
+    lease.release()
+    disk.let_go(0, 1)
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="ended by an error"):
+            hierarchy.close()
+    with pytest.raises(ClosedError, match="ended by an error"):
+        asyncio.run(hierarchy.aclose())
+    assert_nothing_left(hierarchy)
+    assert io_threads() == []
+
+
+def test_an_error_of_the_closing_reaches_who_closes(path, monkeypatch):
+    async def fail():
+        await close()
+        raise OSError("no such file system")
+
+    hierarchy = open_threaded(path, (2,))
+    source = hierarchy._hierarchy.top.source
+    close = source.close
+    monkeypatch.setattr(source, "close", fail)
+    with pytest.raises(ClosedError, match="no such file system"):
+        hierarchy.close()
+    assert io_threads() == []
+
+
+def test_what_is_no_failure_of_ours_is_left_to_asyncio(path, caplog):
+    def remark(_):
+        context = {"message": "a remark", "exception": ValueError("never retrieved")}
+        asyncio.get_running_loop().call_exception_handler(context)
+
+    with open_threaded(path, (2,)) as hierarchy:
+        in_loop(hierarchy, remark)
+        resident(hierarchy, 0, 1)
+        assert_at_rest(hierarchy)
+    assert "a remark" in caplog.text
+
+
+# ---- other processes
+
+
+def run_script(script, path):
+    """Run ``script`` with the stage at hand in an interpreter of its own."""
+    prelude = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path.cwd())!r}]\n"
+    prelude += "import os, threading\nfrom pathlib import Path\nfrom threaded_stage import *\n"
+    prelude += "from tieredmoe.errors import ClosedError\n"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"{prelude}path = Path({str(path)!r})\n{script}"],
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE,
+        check=False,
+    )
+
+
+FORK = """
+hierarchy = open_threaded(path, (2,))
+resident(hierarchy, 0, 1)
+lease = hierarchy.acquire_blocking(0, [1])
+hierarchy._hierarchy.top.residency._mutex.acquire()  # some thread is in it when another forks
+if os.fork() == 0:
+    refused = 0
+    for call in (
+        lambda: hierarchy.acquire_blocking(0, [1]),
+        lambda: hierarchy.acquire(0, [2]),
+        lambda: hierarchy.stream_blocking(0, [2]),
+        lambda: hierarchy.stream(0, [2]),
+        hierarchy.stats,
+    ):
+        try:
+            call()
+        except ClosedError as error:
+            refused += "fork" in str(error)
+    lease.release()
+    hierarchy.close()
+    os._exit(refused)
+hierarchy._hierarchy.top.residency._mutex.release()
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+print(right(lease))
+lease.release()
+resident(hierarchy, 0, 2, 3)  # the child has left our descriptors alone
+hierarchy.close()
+print("closed")
+"""
+
+
+def test_a_fork_of_the_process_is_told_and_disturbs_nothing(path):
+    child = run_script(FORK, path)
+    assert child.stdout.split() == ["5", "True", "closed"]
+    assert child.stderr == ""
+
+
+FORGOTTEN = """
+disk = HeldDisk()
+disk.hold(0, 1)
+hierarchy = open_threaded(path, (2,), disk=disk)
+lease = hierarchy.acquire_blocking(0, [1, 2])
+disk.wait_started(0, 1)
+print("leaving")
+"""
+
+
+def test_the_interpreter_ends_with_a_hierarchy_left_open_and_a_read_that_never_ends(path):
+    child = run_script(FORGOTTEN, path)
+    assert (child.stdout, child.stderr, child.returncode) == ("leaving\n", "", 0)

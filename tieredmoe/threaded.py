@@ -1,0 +1,286 @@
+"""A hierarchy on a thread of its own: for engines that block, and for those without a loop.
+
+A model that waits for a device or computes in Python would stop the loop that feeds the disk. Here
+that loop has its own thread; the hierarchy in it is the one of ``tieredmoe.hierarchy``, unchanged.
+Callers come from any thread and any loop, and every verb has two faces: awaitable, under the names
+of ``Hierarchy``, and blocking, under the same with ``_blocking``.
+
+Experts that are all resident are leased and given back in the caller's thread, under the one mutex
+of ``Residency``: a call to another thread costs more than the whole lease. Only while nobody stands
+in the queue, though, so nobody who waits for slots is overtaken.
+
+Rejected: one verb whose result can be awaited or waited for (a forgotten ``await`` would block a
+loop, and with it those who hold the slots it waits for); a loop shared by all instances (a module's
+state, and one failure would be everybody's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from tieredmoe.hierarchy import Acquire, Hierarchy
+from tieredmoe.loop_thread import LoopThread, resolve
+from tieredmoe.threaded_lease import ThreadedLease
+from tieredmoe.threaded_stream import Feed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Iterator
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    from tieredmoe.spec import ExpertKey, MoESpec
+    from tieredmoe.stats import Stats
+
+T = TypeVar("T")
+
+
+class ThreadedHierarchy:
+    """Serves the experts of a ``Hierarchy`` to any thread and any loop; a context manager in both.
+
+    Made by ``open`` or ``aopen``, and closed by whoever made it: at the interpreter's exit its
+    thread just stops, with reads in flight, and no last statistics are written. An exception that a
+    signal handler raises in the middle of a call (``KeyboardInterrupt``) gives back what it can;
+    after one, close the hierarchy. After a fork the child must open its own: here all but closing
+    and releasing, which do nothing there, raises ``ClosedError``.
+    """
+
+    def __init__(self, thread: LoopThread[Hierarchy]) -> None:
+        """Serve what ``thread`` has opened; ``open`` and ``aopen`` are the way in."""
+        self._thread = thread
+        self._hierarchy = thread.opened.result()
+        self._booking = threading.Lock()
+
+    @classmethod
+    def open(cls, make: Callable[[], Awaitable[Hierarchy]]) -> Self:
+        """Start the thread and await ``make()`` in its loop; blocks until the hierarchy is there.
+
+        ``make`` is, say, ``lambda: open_hierarchy(pack, config)``; its errors come as they are.
+        """
+        thread = LoopThread(make, name="tieredmoe-io")
+        try:
+            thread.opened.exception()
+            return cls(thread)
+        except BaseException:
+            thread.stop()
+            raise
+
+    @classmethod
+    async def aopen(cls, make: Callable[[], Awaitable[Hierarchy]]) -> Self:
+        """``open`` for a coroutine. Cancelled, it closes what ``make`` makes once that is made."""
+        thread = LoopThread(make, name="tieredmoe-io")
+        try:
+            await asyncio.wrap_future(thread.opened)
+            return cls(thread)
+        except BaseException:
+            thread.stop()
+            raise
+
+    @property
+    def spec(self) -> MoESpec:
+        """The experts there are."""
+        return self._hierarchy.spec
+
+    # -- awaitable ---------------------------------------------------------------------------------
+
+    def acquire(self, layer: int, experts: Iterable[int]) -> Acquire[ThreadedLease]:
+        """Pin the distinct ``experts`` of ``layer``: ``await`` it, or enter it with ``async with``.
+
+        As ``Hierarchy.acquire``, from any loop: same order, same errors, and cancelling it at any
+        await gives everything back. A full hit needs no suspension.
+        """
+        return Acquire(self.admit, layer, self._keys(layer, experts))
+
+    async def admit(self, layer: int, keys: list[ExpertKey]) -> ThreadedLease:
+        """A lease on ``keys``, all of ``layer``, owned by the current task."""
+        owner = asyncio.current_task()
+        lease = self._hits(layer, keys, owner)
+        if lease is None:
+            with self._acquiring(layer, keys, owner) as promise:
+                lease = await asyncio.wrap_future(promise)
+        return lease
+
+    def stream(self, layer: int, experts: Iterable[int]) -> AsyncGenerator[ThreadedLease, None]:
+        """Yield leases that together hold each distinct expert once, as they land; any set size.
+
+        As ``Hierarchy.stream``, from any loop.
+        """
+        return self._stream(layer, self._keys(layer, experts))
+
+    async def _stream(
+        self, layer: int, keys: list[ExpertKey]
+    ) -> AsyncGenerator[ThreadedLease, None]:
+        owner = asyncio.current_task()
+        if not keys:
+            return
+        lease = self._hits(layer, keys, owner)
+        if lease is not None:
+            with lease:
+                yield lease
+            return
+        with closing(self._feed(layer, keys, owner)) as feed:
+            while (lease := await asyncio.wrap_future(feed.ask())) is not None:
+                with lease:
+                    yield lease
+
+    # -- blocking ----------------------------------------------------------------------------------
+
+    def acquire_blocking(
+        self, layer: int, experts: Iterable[int], *, timeout: float | None = None
+    ) -> ThreadedLease:
+        """``acquire`` for a thread: waits for slots at most ``timeout`` seconds.
+
+        Raises ``TimeoutError``, also, with everything given back. In a coroutine it would block the
+        loop, perhaps of those who hold the slots: ``await`` the other one there.
+        """
+        keys = self._keys(layer, experts)
+        owner = threading.current_thread()
+        lease = self._hits(layer, keys, owner)
+        if lease is None:
+            with self._acquiring(layer, keys, owner) as promise:
+                lease = _waited_for(promise, layer, timeout)
+        return lease
+
+    def stream_blocking(
+        self, layer: int, experts: Iterable[int], *, timeout: float | None = None
+    ) -> Generator[ThreadedLease, None, None]:
+        """``stream`` for a thread: waits for each lease at most ``timeout`` seconds.
+
+        ``TimeoutError``, as any other error, ends it with everything given back. Leaving the loop
+        early needs ``close`` (use ``contextlib.closing``).
+        """
+        return self._stream_blocking(layer, self._keys(layer, experts), timeout)
+
+    def _stream_blocking(
+        self, layer: int, keys: list[ExpertKey], timeout: float | None
+    ) -> Generator[ThreadedLease, None, None]:
+        owner = threading.current_thread()
+        if not keys:
+            return
+        lease = self._hits(layer, keys, owner)
+        if lease is not None:
+            with lease:
+                yield lease
+            return
+        with closing(self._feed(layer, keys, owner)) as feed:
+            while (lease := _waited_for(feed.ask(), layer, timeout)) is not None:
+                with lease:
+                    yield lease
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def count_executed(self, layer: int, n_pairs: int) -> None:
+        """Book ``n_pairs`` (token, expert) pairs computed in ``layer``: the audit of top-k."""
+        with self._booking:
+            self._hierarchy.count_executed(layer, n_pairs)
+
+    def stats(self) -> Stats:
+        """A snapshot of all counters; exact once nothing is going on."""
+        self._thread.check()
+        return self._hierarchy.stats()
+
+    def close(self) -> None:
+        """Release all leases, refuse what waits, drain all I/O, free the memory, end the thread.
+
+        Idempotent, in any thread; returns when all that is done. Whoever still reads a slot in
+        another thread must have stopped. Raises ``ClosedError`` if the thread had ended by itself.
+        """
+        self._thread.join()
+
+    async def aclose(self) -> None:
+        """``close`` for a coroutine. Cancelling it stops the wait only: the closing goes on."""
+        if not self._thread.forked:
+            self._thread.stop()
+            await asyncio.wrap_future(self._thread.ended)
+
+    # -- the two ways to a lease -------------------------------------------------------------------
+
+    def _keys(self, layer: int, experts: Iterable[int]) -> list[ExpertKey]:
+        self._thread.check()
+        return self._hierarchy.keys(layer, experts)
+
+    def _hits(self, layer: int, keys: list[ExpertKey], owner: object) -> ThreadedLease | None:
+        """A lease made here and now, if all is resident and nobody waits."""
+        lease = self._hierarchy.hits(layer, keys, owner=owner)
+        return None if lease is None else ThreadedLease(self._thread, lease)
+
+    @contextmanager
+    def _acquiring(
+        self, layer: int, keys: list[ExpertKey], owner: object
+    ) -> Iterator[Future[ThreadedLease]]:
+        """A lease that the I/O thread gets; an exception gives it back, come or not."""
+        thread = self._thread
+        thread.check_waiter()
+        promise: Future[ThreadedLease] = thread.promise(cancellable=True)
+        job = thread.spawn(partial(self._acquire, layer, keys, owner, promise))
+        try:
+            yield promise
+        except BaseException:
+            job.cancel()
+            # What the I/O thread resolves in this moment, it will not find to be cancelled.
+            if not promise.cancel():
+                promise.add_done_callback(_give_back)
+            raise
+
+    async def _acquire(
+        self, layer: int, keys: list[ExpertKey], owner: object, promise: Future[ThreadedLease]
+    ) -> None:
+        """Keep ``promise``; in the loop."""
+        try:
+            lease = await self._hierarchy.admit(layer, keys, owner=owner)
+        except Exception as error:  # noqa: BLE001 (raised in the caller's thread)
+            resolve(promise, error=error)
+            return
+        threaded = ThreadedLease(self._thread, lease)
+        if not resolve(promise, threaded):
+            threaded.release()
+
+    def _feed(self, layer: int, keys: list[ExpertKey], owner: object) -> Feed:
+        self._thread.check_waiter()
+        experts = [key.expert for key in keys]
+        return Feed(self._thread, partial(self._hierarchy.stream, layer, experts, owner=owner))
+
+    # -- being a context manager -------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"<ThreadedHierarchy of {self._hierarchy!r}>"
+
+
+def _waited_for(promise: Future[T], layer: int, timeout: float | None) -> T:
+    try:
+        return promise.result(timeout)
+    except TimeoutError:
+        raise TimeoutError(
+            f"layer {layer}: no experts within {timeout} s; other leases hold the slots, or the "
+            "disk is slow: release what is not needed, or wait longer"
+        ) from None
+
+
+def _give_back(promise: Future[ThreadedLease]) -> None:
+    if promise.exception() is None:
+        promise.result().release()
