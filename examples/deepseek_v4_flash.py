@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,7 +137,7 @@ def summary(generation: Generation, console: Console) -> None:
             str(n_tokens),
             f"{rate:.1f}",
             f"{stats.hit_rate:.0%}",
-            f"{stats.pack_read_bytes / 1e9 / max(1, n_tokens):.3g}",
+            f"{stats.pack_read_bytes / 1e9 / max(1, n_tokens):.6f}",
             str(stats.cache_evictions),
         )
     console.print(table)
@@ -157,6 +158,9 @@ def prompt_of(args: argparse.Namespace) -> str | list[int]:
 async def main() -> None:
     """Pack if needed, open, generate, report."""
     args = arguments()
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     demo = args.gguf is None and args.pack is None
     if demo:
@@ -198,4 +202,6 @@ if __name__ == "__main__":
     except TieredMoEError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)

@@ -21,6 +21,7 @@ from threaded_stage import (
     resident,
     thread,
     wait_queued,
+    wait_until,
 )
 
 from tieredmoe.errors import BudgetError, ClosedError, ConfigError
@@ -221,8 +222,7 @@ def test_an_acquire_posted_to_a_thread_that_ends_is_refused(path):
     with blocked_loop(hierarchy):
         hierarchy._thread.stop()
         waiting = thread(hierarchy.acquire_blocking, 0, [1])
-        while not hierarchy._thread._promises:
-            pass
+        wait_until(lambda: hierarchy._thread._promises)
     with pytest.raises(ClosedError):
         waiting.result(PATIENCE)
     hierarchy.close()
@@ -329,6 +329,52 @@ def test_what_is_no_failure_of_ours_is_left_to_asyncio(path, caplog):
         resident(hierarchy, 0, 1)
         assert_at_rest(hierarchy)
     assert "a remark" in caplog.text
+
+
+class Nothing:
+    """A resource that takes nothing and frees nothing."""
+
+    async def close(self):
+        pass
+
+
+def test_an_error_of_the_winding_down_reaches_who_closes():
+    async def make():
+        return Nothing()
+
+    async def fail():
+        raise OSError("a generator will not end")
+
+    thread = LoopThread(make, name="tieredmoe-io")
+    thread.opened.result(PATIENCE)
+    thread._loop.shutdown_asyncgens = fail
+    with pytest.raises(ClosedError, match="will not end"):
+        thread.join()
+    assert thread._loop.is_closed()
+    assert io_threads() == []
+
+
+def test_an_error_in_the_loop_while_it_opens_closes_what_is_made_then(path):
+    go = threading.Event()
+    made = Future()
+
+    async def make():
+        asyncio.get_running_loop().call_soon(fail)
+        await asyncio.to_thread(go.wait)
+        made.set_result(await making(path, (2,))())
+        return made.result()
+
+    def fail():
+        raise ValueError("in a callback")
+
+    with pytest.raises(ValueError, match="in a callback"):
+        ThreadedHierarchy.open(make)
+    threads = io_threads()
+    go.set()
+    for each in threads:
+        each.join(PATIENCE)
+    assert made.result(PATIENCE).top.closed
+    assert io_threads() == []
 
 
 # ---- other processes

@@ -149,13 +149,21 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert all(entry.state is READY for entry in entries)
             self.in_hand += entries
 
+    @rule(keys=keys)
+    def whole_step(self, keys):
+        """What most steps are: admitted, landed, released, so that uses add up."""
+        in_hand, filling = len(self.in_hand), len(self.filling)
+        self.admit(keys)
+        for entry in self.filling[filling:]:
+            self.land(entry)
+        for entry in self.in_hand[in_hand:]:
+            self.let_go(entry)
+        del self.in_hand[in_hand:], self.filling[filling:]
+
     @precondition(lambda self: self.filling)
     @rule(data=st.data())
     def commit(self, data):
-        entry = self.pick(data, self.filling)
-        self.residency.commit(entry)
-        self.model.commit(entry.key)
-        assert entry.state is READY
+        self.land(self.pick(data, self.filling))
 
     @precondition(lambda self: self.filling)
     @rule(data=st.data())
@@ -169,7 +177,14 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_hand)
     @rule(data=st.data())
     def unpin(self, data):
-        entry = self.pick(data, self.in_hand)
+        self.let_go(self.pick(data, self.in_hand))
+
+    def land(self, entry):
+        self.residency.commit(entry)
+        self.model.commit(entry.key)
+        assert entry.state is READY
+
+    def let_go(self, entry):
         of_model = {FILLING: self.model.filling, READY: self.model.ready}.get(entry.state)
         unwanted = self.residency.unpin(entry)
         if of_model is not None:

@@ -18,6 +18,7 @@ from threaded_stage import (
     right,
     thread,
     wait_queued,
+    wait_until,
 )
 
 from tieredmoe.errors import ClosedError, ExpertLoadError, WorkingSetTooLargeError
@@ -152,6 +153,15 @@ def test_two_instances_do_not_know_each_other(path, disk):
         assert (first.stats().pack_reads, second.stats().pack_reads) == (1, 1)
 
 
+def test_it_says_what_it_is(path):
+    with open_threaded(path, (2,)) as hierarchy, hierarchy.acquire_blocking(0, [1]) as lease:
+        lease.wait(PATIENCE)
+        lease.wait_on(None)  # host memory: there is nothing to order
+        assert hierarchy.spec.n_experts == 8
+        assert "1 leases" in repr(hierarchy)
+        assert "1/1 landed" in repr(lease)
+
+
 # ---- full hits, in the caller's thread
 
 
@@ -212,8 +222,7 @@ def test_a_lease_given_back_without_the_loop_wakes_who_waits_in_the_queue(path, 
         else:
             with blocked_loop(hierarchy):  # the ticket is posted, and queued after the release
                 waiting = thread(hierarchy.acquire_blocking, 0, [3])
-                while not hierarchy._thread._promises:
-                    pass
+                wait_until(lambda: hierarchy._thread._promises)
                 lease.release()
         with waiting.result(PATIENCE) as other:
             other.wait(PATIENCE)
@@ -368,6 +377,7 @@ def test_an_acquire_cancelled_in_the_queue_lets_the_next_one_in(path):
                 await lease.ready()
                 head = asyncio.ensure_future(hierarchy.admit(0, hierarchy._keys(0, [3, 4])))
                 await asyncio.sleep(0)
+                wait_queued(hierarchy, 1)
                 tail = asyncio.ensure_future(hierarchy.admit(0, hierarchy._keys(0, [1])))
                 await asyncio.sleep(0)
                 wait_queued(hierarchy, 2)
@@ -390,8 +400,7 @@ def test_a_cancellation_in_the_moment_of_the_grant_gives_the_lease_back(path):
             await asyncio.sleep(0)
             wait_queued(hierarchy, 1)
             lease.release()
-            while hierarchy._thread._promises:
-                pass  # without a turn of our own loop
+            wait_until(lambda: not hierarchy._thread._promises)  # without a turn of our own loop
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -6,6 +6,7 @@ import os
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
+from time import monotonic
 
 from tieredmoe.backends import BackendInfo, ThreadsBackend
 from tieredmoe.backends.probe import DataFile
@@ -142,8 +143,14 @@ def blocked_loop(hierarchy):
 
 def wait_queued(hierarchy, n_tickets):
     """Return when ``n_tickets`` stand in the queue of the top tier."""
-    while in_loop(hierarchy, lambda core: len(core.top._queue)) != n_tickets:
-        pass
+    wait_until(lambda: in_loop(hierarchy, lambda core: len(core.top._queue)) == n_tickets)
+
+
+def wait_until(come):
+    """Return when another thread has made ``come()`` true."""
+    end = monotonic() + PATIENCE
+    while not come():
+        assert monotonic() < end, "it does not come"
 
 
 def tiers(core):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import attrs
 
@@ -17,11 +17,19 @@ from tieredmoe.budget import available_host_nbytes, parse_size, slots_for_budget
 from tieredmoe.config import HierarchyConfig
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.memory import HostArena, HostPool
-from tieredmoe.pack import Pack, PackSource, open_pack
+from tieredmoe.pack import (
+    Pack,
+    PackSource,
+    VerifiedSource,
+    VerifyThreads,
+    open_pack,
+    open_repair,
+)
 from tieredmoe.policies import make_policy
 from tieredmoe.tier import Source, Tier
 
 if TYPE_CHECKING:
+    from tieredmoe.pack.verified import VerifyMode
     from tieredmoe.spec import MoESpec
 
 
@@ -62,19 +70,27 @@ async def open_hierarchy(
 ) -> Hierarchy:
     """A hierarchy over ``pack``, ready to serve; the caller closes it (``async with``).
 
-    Raises ``PackError``, ``BudgetError``, ``DirectIOUnavailableError``; nothing stays open then.
+    Raises ``PackError``, ``BudgetError``, ``DirectIOUnavailableError``, ``GGUFError`` (for
+    ``repair_from``); nothing stays open then.
     """
     config = config or HierarchyConfig()
     if not isinstance(pack, Pack):
         pack = await asyncio.to_thread(open_pack, Path(pack))
     planned = plan(pack.spec, config)
+    repair = None
+    if config.repair_from is not None:
+        repair = await asyncio.to_thread(open_repair, pack, config.repair_from)
     backend = open_backend(config.backend, pack.data_files)
+    source: Source = PackSource(pack, backend)
     try:
+        if config.verify != "off":
+            mode = cast("VerifyMode", config.verify)
+            source = VerifiedSource(source, pack, mode=mode, worker=VerifyThreads(), repair=repair)
         pool = await asyncio.to_thread(HostPool.allocate, planned.nbytes)
     except BaseException:
-        await backend.close()
+        await source.close()
         raise
-    top = compose(PackSource(pack, backend), pack.spec, planned, pool, policy=config.policy)
+    top = compose(source, pack.spec, planned, pool, policy=config.policy)
     # Arenas hold views of the pool: its memory goes when the last of them is closed.
     pool.close()
     return Hierarchy(top, pack.spec, stats_path=config.stats_path, stats_every=config.stats_every)

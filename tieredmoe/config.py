@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 BACKENDS = ("auto", "threads", "buffered")
+VERIFY_MODES = ("off", "first_read", "always")
 
 
 @attrs.frozen(kw_only=True)
@@ -35,6 +36,10 @@ class HierarchyConfig:
     """Eviction policy of the top tier."""
     backend: str = "auto"
     """How to read: ``auto`` never means the page cache, ``buffered`` asks for it."""
+    verify: str = "off"
+    """Which reads to check against the pack's digests: ``off``, ``first_read`` or ``always``."""
+    repair_from: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
+    """The pack's source GGUF, to take experts from whose bytes in the pack fail their digests."""
     stats_path: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
     """Where to keep a JSON snapshot of the counters."""
     stats_every: int = 1000
@@ -58,6 +63,13 @@ class HierarchyConfig:
             problems.append(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
         if self.backend not in BACKENDS:
             problems.append(f"backend: {self.backend!r} is not one of {', '.join(BACKENDS)}")
+        if self.verify not in VERIFY_MODES:
+            problems.append(f"verify: {self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
+        elif self.repair_from is not None and self.verify == "off":
+            problems.append(
+                "repair_from: nothing is found to repair with verify='off'; "
+                "set verify to 'first_read' or 'always'"
+            )
         if not isinstance(self.stats_every, int) or self.stats_every < 1:
             problems.append(f"stats_every: {self.stats_every!r} is not a positive number")
         return problems

@@ -7,6 +7,7 @@ once, at the edge where they enter, with ``raise … from``; nothing else is cau
 from __future__ import annotations
 
 import os
+from errno import EBADMSG, errorcode
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,15 +71,27 @@ class WorkingSetTooLargeError(TieredMoEError, ValueError):
 
 
 class ReadError(TieredMoEError, OSError):
-    """One read failed for good: path, offset, length and errno are attributes and in the text."""
+    """One read failed for good: path, offset, length and errno are attributes and in the text.
+
+    ``kind`` is what it is counted as: by default the name of ``errno``, or "eof" for errno 0.
+    """
 
     def __init__(
-        self, *, path: Path | str, offset: int, nbytes: int, errno: int, fact: str
+        self,
+        *,
+        path: Path | str,
+        offset: int,
+        nbytes: int,
+        errno: int,
+        fact: str,
+        kind: str | None = None,
     ) -> None:
-        name = os.strerror(errno) if errno else "unexpected end of file"
+        code = errorcode.get(errno, str(errno)) if errno else "eof"
+        name = f"{code}: {os.strerror(errno)}" if errno else "unexpected end of file"
         super().__init__(
             errno, f"{path}: read of {nbytes} bytes at offset {offset}: {fact} ({name})"
         )
+        self.kind = kind or code
         self.path = path
         self.offset = offset
         self.nbytes = nbytes
@@ -86,6 +99,28 @@ class ReadError(TieredMoEError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+
+class DigestMismatchError(ReadError):
+    """An expert's bytes are not those that were packed; range and role are the first wrong slab's.
+
+    Its errno is EBADMSG, which is what Linux's file systems answer when their own checksums fail.
+    """
+
+    def __init__(
+        self, *, path: Path | str, offset: int, nbytes: int, key: ExpertKey, role: str
+    ) -> None:
+        fact = f"the {role} matrix of layer {key.layer}, expert {key.expert} has another digest"
+        super().__init__(
+            path=path,
+            offset=offset,
+            nbytes=nbytes,
+            errno=EBADMSG,
+            fact=f"{fact}; `tieredmoe pack verify` lists all damage",
+            kind="digest",
+        )
+        self.key = key
+        self.role = role
 
 
 class ExpertLoadError(TieredMoEError, RuntimeError):

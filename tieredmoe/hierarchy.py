@@ -13,7 +13,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from tieredmoe.admission import admit
-from tieredmoe.errors import ClosedError
 from tieredmoe.lease import Lease, Leases
 from tieredmoe.snapshots import SnapshotFile
 from tieredmoe.spec import ExpertKey
@@ -89,7 +88,7 @@ class Hierarchy:
         except KeyError:
             raise ValueError(f"layer {layer} has no routed experts; {self._known()}") from None
         try:
-            return [of_layer[expert] for expert in dict.fromkeys(experts)]
+            return list(map(of_layer.__getitem__, dict.fromkeys(experts)))
         except KeyError as error:
             raise ValueError(f"there is no expert {error.args[0]!r}; {self._known()}") from None
 
@@ -102,6 +101,7 @@ class Hierarchy:
         residency = self.top.residency
         below = self.top.source
         disk = below.counters
+        read_errors = dict(disk.read_errors)  # in one step: the loop counts on
         return Stats(
             cache_hits=residency.hits,
             cache_misses=residency.misses,
@@ -112,7 +112,11 @@ class Hierarchy:
             pack_payload_bytes=disk.pack_payload_bytes,
             h2d_bytes=below.copied_nbytes if isinstance(below, Tier) else 0,
             fallback_count=disk.fallback_count,
-            io_errors=disk.io_errors,
+            io_errors=sum(read_errors.values()),
+            read_errors=read_errors,
+            retries=disk.retries,
+            digest_mismatches=disk.digest_mismatches,
+            repaired=disk.repaired,
             executed_experts=self.executed_experts,
             cache_policy=self.top.policy_name,
             cache_capacity_experts=residency.n_slots,
@@ -159,18 +163,21 @@ class Hierarchy:
     def hits(self, layer: int, keys: list[ExpertKey], *, owner: object) -> Lease | None:
         """A lease for ``owner`` if all ``keys`` are resident and nobody queues, in any thread.
 
-        Give it back by ``release_landed``. Raises ``ClosedError``.
+        It is to be given back by ``release_landed``. In another thread than the loop's, look at
+        ``closed`` afterwards: what was closed meanwhile may not have found it. Raises
+        ``ClosedError``.
         """
         entries = self.top.try_hits(keys)
         if entries is None:
             return None
         lease = Lease(self._leases, layer, entries, owner=owner)
-        # Looked at after the lease is known: closing finds it there, or we see the closing here.
-        if self.top.closed:
-            lease.release()
-            raise ClosedError("the hierarchy was closed")
         self._step()
         return lease
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` has begun."""
+        return self.top.closed
 
     def _step(self) -> None:
         n_steps = next(self._steps)  # one step of the interpreter: no two threads get the same

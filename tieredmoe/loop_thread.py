@@ -134,10 +134,9 @@ class LoopThread(Generic[R]):
             return
         self.check_waiter()
         self.stop()
-        try:
-            self.ended.result()
-        finally:
-            self._thread.join()
+        self.ended.exception()
+        self._thread.join()
+        self.ended.result()
 
     # -- in the loop -------------------------------------------------------------------------------
 
@@ -161,11 +160,11 @@ class LoopThread(Generic[R]):
         try:
             resource = await self._make()
         except BaseException as error:  # noqa: BLE001 (the caller gets it as it is)
-            self.opened.set_exception(error)
+            resolve(self.opened, error=error)
             return
         async with asyncio.TaskGroup() as group:
             self._group = group
-            self.opened.set_result(resource)
+            resolve(self.opened, resource)
             try:
                 await self._stop.wait()
             finally:

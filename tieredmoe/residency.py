@@ -190,7 +190,8 @@ class Residency:
         """``unpin`` each and return those of which it says True, or None: the mutex is taken.
 
         It never waits, because garbage collection may run it in a thread that is inside the mutex:
-        a lease in an abandoned coroutine is released wherever the collector happens to start.
+        a lease in an abandoned coroutine is released wherever the collector happens to start. (And
+        after a fork, the mutex may be in the hands of a thread that was not inherited.)
         """
         if not self._mutex.acquire(blocking=False):
             return None
@@ -200,17 +201,20 @@ class Residency:
             self._mutex.release()
 
     def _unpin(self, entries: Sequence[Entry]) -> list[Entry]:
+        release = self.policy.release
         unwanted: list[Entry] = []
+        n_released = 0
         for entry in entries:
-            assert entry.pins > 0, entry
-            entry.pins -= 1
-            if entry.pins:
+            pins = entry.pins = entry.pins - 1
+            assert pins >= 0, entry
+            if pins:
                 continue
             if entry.state is READY:
-                self._evictable += 1
-                self.policy.release(entry.key)
+                n_released += 1
+                release(entry.key)
             elif entry.state is FILLING:
                 unwanted.append(entry)
+        self._evictable += n_released
         return unwanted
 
     def _n_fitting(self, keys: Sequence[ExpertKey]) -> int:
@@ -234,11 +238,14 @@ class Residency:
         if entries:
             self.policy.step(keys[0].layer, keys)
         hold = self.policy.hold
+        n_held = 0
         for entry in entries:
-            if not entry.pins:
-                self._evictable -= 1
+            pins = entry.pins
+            if not pins:
+                n_held += 1
                 hold(entry.key)
-            entry.pins += 1
+            entry.pins = pins + 1
+        self._evictable -= n_held
         self.hits += len(entries)
         return entries
 

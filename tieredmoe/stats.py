@@ -7,6 +7,7 @@ what leaves the library: frozen, comparable, and one JSON object on disk.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _frozen(counts: Mapping[int, int]) -> Mapping[int, int]:
+def _per_layer(counts: Mapping[int, int]) -> Mapping[int, int]:
+    return MappingProxyType(dict(counts))
+
+
+def _per_kind(counts: Mapping[str, int]) -> Mapping[str, int]:
     return MappingProxyType(dict(counts))
 
 
@@ -30,7 +35,10 @@ class SourceCounters:
     pack_reads: int = 0
     pack_read_bytes: int = 0
     pack_payload_bytes: int = 0
-    io_errors: int = 0
+    read_errors: Counter[str] = attrs.field(factory=Counter)
+    digest_mismatches: int = 0
+    repaired: int = 0
+    retries: int = 0
     fallback_count: int = 0
 
 
@@ -41,7 +49,12 @@ class Stats:
     * ``cache_hits``, ``cache_misses``, ``cache_joins``: top tier, per distinct key per acquire, at
       the grant. A join (the expert was already on its way) is counted as a miss too.
     * ``pack_read_bytes`` counts bytes asked of the disk, alignment included; ``pack_payload_bytes``
-      and ``pack_reads`` the experts.
+      and ``pack_reads`` the experts. A record that had to be read again counts again.
+    * ``io_errors`` counts expert reads that failed for good; ``read_errors`` says how many of each
+      kind: an errno name, "eof", "changed" (the file, under us) or "digest".
+    * ``retries`` counts the backend's second tries of reads; ``digest_mismatches`` the records that
+      arrived and were not what was packed, those that came right when read again included;
+      ``repaired`` the experts that were read from the source GGUF instead.
     * ``h2d_bytes`` counts bytes copied into the top tier's arena.
     * ``executed_experts`` counts, per layer, the (token, expert) pairs that were computed: always
       tokens × top-k.
@@ -57,7 +70,11 @@ class Stats:
     h2d_bytes: int
     fallback_count: int
     io_errors: int
-    executed_experts: Mapping[int, int] = attrs.field(converter=_frozen)
+    read_errors: Mapping[str, int] = attrs.field(converter=_per_kind)
+    retries: int
+    digest_mismatches: int
+    repaired: int
+    executed_experts: Mapping[int, int] = attrs.field(converter=_per_layer)
     cache_policy: str
     cache_capacity_experts: int
     cache_capacity_bytes: int
@@ -84,9 +101,13 @@ class Stats:
             "h2d_bytes",
             "fallback_count",
             "io_errors",
+            "retries",
+            "digest_mismatches",
+            "repaired",
         )
         return attrs.evolve(
             self,
+            read_errors=Counter(self.read_errors) - Counter(earlier.read_errors),
             executed_experts={
                 layer: n - earlier.executed_experts[layer]
                 for layer, n in self.executed_experts.items()
@@ -97,7 +118,11 @@ class Stats:
     def as_dict(self) -> dict[str, object]:
         """Plain types, ready for JSON; layers become strings there."""
         values = {a.name: getattr(self, a.name) for a in attrs.fields(Stats)}
-        return values | {"executed_experts": dict(self.executed_experts), "hit_rate": self.hit_rate}
+        return values | {
+            "executed_experts": dict(self.executed_experts),
+            "read_errors": dict(self.read_errors),
+            "hit_rate": self.hit_rate,
+        }
 
     def write(self, path: Path) -> None:
         """Replace the file ``path`` by this snapshot at once; no reader sees half of one."""

@@ -22,6 +22,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from tieredmoe.errors import ClosedError
 from tieredmoe.hierarchy import Acquire, Hierarchy
 from tieredmoe.loop_thread import LoopThread, resolve
 from tieredmoe.threaded_lease import ThreadedLease
@@ -204,8 +205,15 @@ class ThreadedHierarchy:
 
     def _hits(self, layer: int, keys: list[ExpertKey], owner: object) -> ThreadedLease | None:
         """A lease made here and now, if all is resident and nobody waits."""
-        lease = self._hierarchy.hits(layer, keys, owner=owner)
-        return None if lease is None else ThreadedLease(self._thread, lease)
+        hit = self._hierarchy.hits(layer, keys, owner=owner)
+        if hit is None:
+            return None
+        lease = ThreadedLease(self._thread, hit)
+        # Looked at after the lease is known: closing finds it there, or we see the closing here.
+        if self._hierarchy.closed:
+            lease.release()
+            raise ClosedError("the hierarchy was closed")
+        return lease
 
     @contextmanager
     def _acquiring(

@@ -130,8 +130,6 @@ class ThreadedLease:
         anything that this thread asks of it afterwards.
         """
         thread = self._thread
-        if thread.forked:
-            return  # the parent's mutex may have been forked in the hands of a thread that is not
         if self._n_arrived == len(self._arrivals):
             self._lease.release_landed(thread.post)
         else:

@@ -7,8 +7,9 @@ submission.
 
 Admission is all-or-nothing and first come, first served. Slots are reserved top-down and given back
 bottom-up, and nobody holds part of a working set while waiting for the rest, so an acquire alone
-cannot deadlock; a task that holds a lease and asks for more goes ahead of the queue. I/O is abandoned, never cancelled: a fill nobody wants is dropped while it is
-queued; once it runs, it completes and its expert lands READY and cold.
+cannot deadlock; a task that holds a lease and asks for more goes ahead of the queue. I/O is
+abandoned, never cancelled: a fill nobody wants is dropped while it is queued; once it runs, it
+completes and its expert lands READY and cold.
 
 * I6 if the head of the queue fits, it has been granted (whatever frees a slot calls ``pump``).
 * I7 after ``close``: no pins of ours below, no FILLING, no reader running.

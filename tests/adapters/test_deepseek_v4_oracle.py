@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from deepseek_v4_runs import Recorder, cut_at, load, run
+from gguf import GGMLQuantizationType
 
 from tieredmoe.adapters.deepseek_v4 import attention
 from tieredmoe.adapters.deepseek_v4.indexer import Indexer
+from tieredmoe.testing.tiny_gguf import DeepSeekV4Shape, TypeMix, make_deepseek_v4
 
 DATA = Path(__file__).parents[1] / "data" / "deepseek_v4"
 N_TOKENS, N_LAYERS = 300, 6
@@ -22,10 +24,19 @@ CHUNKS = {
 }
 
 
+SEED = 20260436  # of the stored F32 run; its file is made anew, the other one is stored
+
+
 @pytest.fixture(scope="module", params=["f32", "mx"])
-def oracle(request):
-    """Model, experts, tokens and the reference's results, of one of the two stored files."""
-    model, experts = load(DATA / f"tiny_{request.param}.gguf")
+def oracle(request, tmp_path_factory):
+    """Model, experts, tokens and the reference's results: all F32, or the real files' types."""
+    path = DATA / "tiny_mx.gguf"
+    if request.param == "f32":
+        path = tmp_path_factory.mktemp("oracle") / "tiny_f32.gguf"
+        floats = TypeMix.uniform(GGMLQuantizationType.F32)
+        shape = DeepSeekV4Shape(vocab_size=256)
+        make_deepseek_v4(path, shape=shape, types=floats, seed=SEED, tokenizer=None)
+    model, experts = load(path)
     with np.load(DATA / f"oracle_{request.param}.npz") as stored:
         want = {
             name: torch.from_numpy(stored[name]) for name in stored.files if name != "config_json"
@@ -77,8 +88,17 @@ def test_the_indexer_picks_the_rows_that_the_reference_picks(oracle, monkeypatch
         assert torch.equal(got[full], reference[full])
 
 
-def test_the_length_of_query_blocks_does_not_matter(oracle, monkeypatch):
+def test_scratch_is_bounded_and_the_length_of_query_blocks_does_not_matter(oracle, monkeypatch):
     model, experts, tokens, want = oracle
+    n_scores = []
+    attend = attention._softmax_with_sinks
+
+    def watched(q, seen, sinks):
+        n_scores.append(q.shape[0] * q.shape[1] * sum(keys.shape[-2] for keys, _ in seen))
+        return attend(q, seen, sinks)
+
     monkeypatch.setattr(attention, "_SCRATCH_FLOATS", 5000)
+    monkeypatch.setattr(attention, "_softmax_with_sinks", watched)
     logits = run(model, experts, tokens)
     assert (logits - want["logits"]).abs().max() < 1e-3
+    assert 2000 < max(n_scores) <= 5000

@@ -119,7 +119,7 @@ def test_an_expert_that_fails_in_the_hands_of_the_model_is_given_back(tiny, monk
     async def main():
         with pytest.raises(ValueError, match="record of 10 bytes"):
             await model.forward(tokens[:8], model.new_state(8), provider, logits="last")
-        return provider.lent
+        return list(provider.lent)  # now, not when the loop closes what was forgotten
 
     assert asyncio.run(main()) == []
 

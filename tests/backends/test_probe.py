@@ -179,7 +179,7 @@ def test_a_file_shorter_than_a_block_can_be_proven(path, nbytes):
 
 @pytest.mark.parametrize("opener", [open_direct, open_buffered])
 def test_a_missing_file_is_a_read_error_not_a_refusal(tmp_path, opener):
-    with pytest.raises(ReadError, match=r"none.bin: .*cannot be opened \(No such file"):
+    with pytest.raises(ReadError, match=r"none.bin: .*cannot be opened \(ENOENT: No such file"):
         opener(tmp_path / "none.bin", Kernel())
 
 

@@ -11,13 +11,15 @@ from tieredmoe.errors import ClosedError
 
 def test_grant_and_close_in_one_tick_refuse_the_one_who_waits():
     async def scenario(stage):
+        log = []
         lease = await full(stage)
-        await queued(stage, "waiting", 1, [0, 1])
+        await queued(stage, "waiting", 1, [0, 1], log)
         closing = stage.spawn("closing", stage.close())  # its first step comes before the wake-up
         lease.release()
         assert stage.entry(1, 0) is not None
         await asyncio.wait({closing})
         assert isinstance(stage.failure_of("waiting"), ClosedError)
+        assert log == []
 
     for slots in ((4,), (2, 4), (1, 4)):
         play(scenario, slots)

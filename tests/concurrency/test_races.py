@@ -206,6 +206,21 @@ def test_an_abandoned_read_that_runs_is_joined_and_lands_for_the_one_who_joins()
     play(scenario, (2,))
 
 
+def test_an_abandoned_read_is_joined_at_once_though_it_has_the_last_slot():
+    async def scenario(stage):
+        first = await stage.lease(0, [0])
+        first.release()
+        assert stage.entry(0, 0).waiters == []
+        with pytest.raises(StopIteration) as granted:
+            stage.hierarchy.acquire(0, [0]).__await__().send(None)
+        second = granted.value.value
+        await second.ready()
+        await stage.use(second, [0])
+        second.release()
+
+    play(scenario, (1,))
+
+
 def test_an_abandoned_read_lands_cold_and_leaves_before_all_others():
     async def scenario(stage):
         async with stage.hierarchy.acquire(0, [1]) as lease:
@@ -230,6 +245,29 @@ def test_what_waits_behind_a_read_is_dropped_and_never_read():
 
     play(scenario, (4,), disk=sim_disk(queue_depth=1))
     play(scenario, (4, 4), disk=sim_disk(queue_depth=1))
+
+
+def test_what_only_waits_for_a_slot_below_leaves_no_trace_there():
+    async def scenario(stage):
+        lease = await stage.lease(0, [0, 1, 2, 3])
+        lease.release()
+        await stage.settle()
+        assert stage.tiers[0].residency.misses == 2
+
+    play(scenario, (2, 4), disk=sim_disk(queue_depth=1))
+
+
+def test_an_expert_that_was_wanted_lands_warm_below_too():
+    async def scenario(stage):
+        await take(stage, 0, [0])
+        abandoned = await stage.lease(0, [1])
+        abandoned.release()
+        await stage.settle()
+        await take(stage, 0, [2])
+        assert stage.entry(0, 0, tier=0) is not None
+        assert stage.entry(0, 1, tier=0) is None
+
+    play(scenario, (2, 1))
 
 
 def test_a_slot_of_a_dropped_copy_is_not_written_when_its_expert_arrives_below():

@@ -1,6 +1,7 @@
 """The example as people run it: a process of its own, its output, exit codes and errors."""
 
 import asyncio
+import json
 import os
 import runpy
 import signal
@@ -75,17 +76,20 @@ def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids(gguf, tmp_path):
     assert stats.is_file()
 
 
-def test_ctrl_c_ends_it_with_the_table_and_exit_code_130(gguf, tmp_path):
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_with_the_table_statistics_and_its_exit_code(gguf, tmp_path, sent, code):
+    stats = tmp_path / "stats.json"
     process = start(
         tmp_path, "--gguf", gguf, "--pack", tmp_path / "c.pack", "--ids", "--prompt", "3 4",
-        "--max-new-tokens", 60000, "--vram", "1GiB", "--reserve", "100MiB",
+        "--max-new-tokens", 60000, "--vram", "1GiB", "--reserve", "100MiB", "--stats", stats,
     )  # fmt: skip
     assert process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "ended by: unfinished" in err
     assert "Traceback" not in err
+    assert json.loads(stats.read_text())["pack_reads"] > 0
 
 
 @pytest.mark.parametrize(

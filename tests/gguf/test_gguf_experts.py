@@ -163,6 +163,11 @@ def test_a_model_without_routed_experts_is_named(tensors):
     assert "has no routed experts: architecture 'deepseek4'" in refusal(source(tensors))
 
 
+def test_a_layer_number_beyond_any_model_is_no_layer():
+    name = f"blk.{'9' * 5000}.ffn_gate_exps.weight"
+    assert "no routed experts" in refusal(source({name: (E, F, H)}))
+
+
 def test_all_missing_keys_are_in_one_error():
     with pytest.raises(
         MetadataError, match=r"deepseek4\.block_count, deepseek4\.expert_used_count"

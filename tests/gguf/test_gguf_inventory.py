@@ -67,9 +67,9 @@ def refusal(path):
 # ---------------------------------------------------------------- one file
 
 
-@pytest.mark.parametrize("name", ["tiny_f32.gguf", "tiny_mx.gguf"])
-def test_every_byte_read_is_the_byte_of_that_tensor(data_dir, name):
-    inventory, reader = open_inventory(data_dir / name), gguf.GGUFReader(data_dir / name)
+def test_every_byte_read_is_the_byte_of_that_tensor(data_dir):
+    path = data_dir / "tiny_mx.gguf"
+    inventory, reader = open_inventory(path), gguf.GGUFReader(path)
     assert list(inventory.tensors) == [tensor.name for tensor in reader.tensors]
     for tensor in reader.tensors:
         assert inventory.read(tensor.name).tobytes() == tensor.data.tobytes()
@@ -154,15 +154,9 @@ def test_headers_in_another_order_do_not_merge(shards):
 def test_shards_may_differ_in_alignment(tmp_path):
     split_shard(tmp_path, 1, 2)
     second = split_shard(tmp_path, 2, 2)
-    data = header(
-        [
-            pair("split.no", V.UINT16, 1),
-            pair("split.count", V.UINT16, 2),
-            pair("general.alignment", V.UINT32, 64),
-        ],
-        [entry("t2", (8,))],
-    )
-    second.write_bytes(padded(data, 64) + bytes(range(32)))
+    keys = {"split.no": 1, "split.count": 2, "general.alignment": 64}
+    pairs = [pair(key, V.UINT32, value) for key, value in keys.items()]
+    second.write_bytes(padded(header(pairs, [entry("t2", (8,))]), 64) + bytes(range(32)))
     inventory = open_inventory(second)
     assert [shard.alignment for shard in inventory.shards] == [32, 64]
     assert inventory.read("t2").tobytes() == bytes(range(32))
@@ -265,6 +259,12 @@ def test_a_number_beyond_the_set_is_refused(tmp_path):
     assert refusal(path) == "is named shard 4 of 3"
 
 
+def test_a_number_of_more_than_five_digits_is_no_shard_number(tmp_path):
+    path = split_shard(tmp_path, 1, 1, split__no=None, split__count=None)
+    path = path.rename(tmp_path / "m-00001-of-99999999999.gguf")
+    assert [shard.path for shard in open_inventory(path).shards] == [path]
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "readme.txt").write_bytes(b"")
     assert refusal(tmp_path) == "is a directory without any .gguf file"
@@ -291,6 +291,14 @@ def test_a_file_cut_after_opening_is_refused(shards):
     name = next(name for name, info in inventory.tensors.items() if info.shard_index == 1)
     with pytest.raises(GGUFError, match=r"00002-of-00003\.gguf: changed since it was opened"):
         inventory.read(name)
+
+
+def test_a_file_cut_behind_the_back_of_its_time_is_refused(shards):
+    inventory, status = open_inventory(shards[0]), shards[0].stat()
+    os.truncate(shards[0], status.st_size - 1)
+    os.utime(shards[0], ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(GGUFError, match=f"it had {status.st_size} bytes, now {status.st_size - 1}"):
+        inventory.read("token_embd.weight")
 
 
 def test_a_file_rewritten_after_opening_is_refused(shards):

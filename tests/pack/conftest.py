@@ -6,7 +6,7 @@ import shutil
 import pytest
 from small_moe import make_small_moe
 
-from tieredmoe.pack import create_pack
+from tieredmoe.pack import create_pack, open_repair
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +29,15 @@ def pack(small_pack, tmp_path):
 def model(tmp_path):
     """A small model of two shards."""
     return make_small_moe(tmp_path / "model.gguf", n_shards=2)
+
+
+@pytest.fixture
+def path(small_pack):
+    """The small pack, not to be changed."""
+    return small_pack[0]
+
+
+@pytest.fixture
+def gguf(small_pack):
+    """Makes repairs of a pack from the small pack's own source."""
+    return lambda pack: open_repair(pack, small_pack[1].paths[0])

@@ -51,7 +51,6 @@ def paths(value, path=()):
             yield from paths(member, (*path, key))
 
 
-
 def test_resealing_an_unchanged_document_gives_the_same_file(small_pack):
     assert seal(document(small_pack[0])) == (small_pack[0] / "manifest.json").read_bytes()
 

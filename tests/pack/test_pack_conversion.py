@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as Q
 from gguf.gguf_writer import GGUFWriter
-from small_moe import make_small_moe, pack_files, rebuild_source
+from pack_faults import hook
+from small_moe import convert, make_small_moe, names, pack_files, rebuild_source
 
 from tieredmoe.errors import GGUFError, MetadataError, PackError
 from tieredmoe.gguf import open_inventory

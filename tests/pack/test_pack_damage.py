@@ -5,7 +5,7 @@ import errno
 import os
 
 import pytest
-from small_moe import make_small_moe, pack_files
+from small_moe import flip, make_small_moe, pack_files
 
 from tieredmoe.errors import PackError
 from tieredmoe.pack import create_pack, open_pack, verify_pack
@@ -96,7 +96,7 @@ def test_verify_finds_every_flipped_byte_of_the_dense_files(tmp_path):
     asyncio.run(create_pack(model.paths[0], tmp_path / "pack"))
     file = tmp_path / "pack" / "dense-00000.bin"
     whole = file.read_bytes()
-    n_header = document(tmp_path / "pack")["shards"][0]["segments"][0]["nbytes"]
+    n_header = open_pack(tmp_path / "pack").manifest.layout.shards[0].segments[0].nbytes
     for offset in [*range(n_header, len(whole), 997), len(whole) - 1]:
         flip(file, offset)
         (damage,) = verified(tmp_path / "pack")

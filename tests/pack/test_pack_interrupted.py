@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from small_moe import MIXED, UNIFORM, make_small_moe, pack_files, rebuild_source
+from pack_faults import failing, hook
+from small_moe import MIXED, UNIFORM, convert, make_small_moe, names, pack_files, rebuild_source
 
 from tieredmoe.errors import GGUFError, PackError
 from tieredmoe.gguf import open_inventory

@@ -1,5 +1,6 @@
 """An opened pack answers for any expert and any tensor, and for nothing else."""
 
+import os
 import tracemalloc
 
 import numpy as np
@@ -49,8 +50,6 @@ def test_a_tensor_is_read_into_fresh_writable_memory(pack):
 
 
 def test_the_pack_keeps_no_file_open(small_pack, monkeypatch):
-    import os  # noqa: PLC0415 (only this test counts)
-
     opened, closed = [], []
     real_open, real_close = os.open, os.close
     monkeypatch.setattr(os, "open", lambda *a, **k: opened.append(real_open(*a, **k)) or opened[-1])

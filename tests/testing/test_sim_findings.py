@@ -149,6 +149,17 @@ def test_an_exception_that_nobody_fetched_fails_the_run(in_cycle):
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_a_run_without_a_collection_leaves_cycles_to_the_next():
+    async def main():
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(ValueError("lost"))
+        holder = [future]
+        holder.append(holder)
+        return 42
+
+    assert sim_run(main(), collect_garbage=False) == 42
+
+
 def test_a_task_that_failed_unseen_fails_the_run():
     async def fail():
         raise ValueError("lost")

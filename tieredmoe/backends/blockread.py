@@ -8,7 +8,6 @@ ten times the CPU), and retrying until it works (a dead disk would hang the mode
 from __future__ import annotations
 
 import errno
-import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,9 @@ def read_block(
 
     A short count that is a multiple of ``alignment`` is continued; any other means that a direct
     read ended in mid-block, and the block is read once more from its start. A count of 0 is the
-    file's end: an error with errno 0, since every block was whole when the pack was made.
+    file's end: an error with errno 0, since every block was whole when the pack was made. An error
+    says so when the file is no longer the one that was opened; its kind is then "changed", or "eof"
+    for a file that was cut short.
     """
     done = 0
     restarted = False
@@ -74,14 +75,25 @@ def _failed(op: ReadOp, file: DataFile, code: int, alignment: int) -> ReadError:
     fact = "the read failed"
     if code == errno.EINVAL:
         fact += f" at address {op.address:#x} with alignment {alignment}"
+    change = file.change()
     return ReadError(
-        path=file.path, offset=op.offset, nbytes=op.target.nbytes, errno=code, fact=fact
+        path=file.path,
+        offset=op.offset,
+        nbytes=op.target.nbytes,
+        errno=code,
+        fact=f"{fact}; the file {change}" if change else fact,
+        kind="changed" if change else None,
     )
 
 
 def _ended(op: ReadOp, file: DataFile, done: int) -> ReadError:
-    fact = (
-        f"expected {op.target.nbytes} bytes and got {done} of a file that has now "
-        f"{os.fstat(file.fd).st_size}; it is truncated or was changed after it was opened"
+    change = file.change()
+    nature = change or f"has {file.opened_as.st_size}, as when it was opened"
+    return ReadError(
+        path=file.path,
+        offset=op.offset,
+        nbytes=op.target.nbytes,
+        errno=0,
+        fact=f"expected {op.target.nbytes} bytes and got {done} of a file that {nature}",
+        kind="changed" if change and not file.truncated else "eof",
     )
-    return ReadError(path=file.path, offset=op.offset, nbytes=op.target.nbytes, errno=0, fact=fact)

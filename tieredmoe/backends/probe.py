@@ -53,6 +53,41 @@ class DataFile:
     fd: int
     direct: bool
     reason: str
+    opened_as: os.stat_result = attrs.field(init=False, repr=False)
+
+    @opened_as.default
+    def _status(self) -> os.stat_result:
+        return os.fstat(self.fd)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the open file is shorter now than it was when it was opened."""
+        return os.fstat(self.fd).st_size < self.opened_as.st_size
+
+    def change(self) -> str | None:
+        """What happened to the file since it was opened, as a predicate; None if nothing is seen.
+
+        Looks at size, time of modification and what the name now stands for; a write within one
+        tick of the file system's clock cannot be seen so, nor anything of a file that will not tell
+        (its own error says why).
+        """
+        then = self.opened_as
+        try:
+            now = os.fstat(self.fd)
+        except OSError:
+            return None
+        if (then.st_size, then.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+            how = "truncated" if self.truncated else "changed"
+            return f"was {how} after it was opened: it had {then.st_size} bytes, now {now.st_size}"
+        try:
+            named = self.path.stat()
+        except FileNotFoundError:
+            return "was deleted or moved after it was opened"
+        except OSError:
+            return None
+        if (then.st_dev, then.st_ino) != (named.st_dev, named.st_ino):
+            return "was replaced by another after it was opened"
+        return None
 
 
 def open_direct(path: Path, kernel: Kernel) -> DataFile:

@@ -45,7 +45,7 @@ class BackendInfo:
 
 @attrs.frozen
 class ReadStats:
-    """A snapshot of a backend's counters. ``errors`` maps errno names (or "eof") to counts."""
+    """A snapshot of a backend's counters. ``errors`` counts by ``ReadError.kind``."""
 
     reads: int
     read_nbytes: int

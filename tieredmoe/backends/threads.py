@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import threading
 from collections import Counter, OrderedDict, deque
@@ -292,7 +291,4 @@ def _fail(future: asyncio.Future[None], error: BaseException) -> None:
 
 
 def _error_name(error: BaseException) -> str:
-    if not isinstance(error, ReadError):
-        return type(error).__name__
-    code = error.errno
-    return errno.errorcode.get(code, str(code)) if code else "eof"
+    return error.kind if isinstance(error, ReadError) else type(error).__name__

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from tieredmoe.gguf.tensors import TensorInfo, TensorSource
 
-_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
-_MTP_TENSOR = re.compile(r"blk\.(\d+)\.nextn\.")
+_EXPERT_TENSOR = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down)_exps\.weight")
+_MTP_TENSOR = re.compile(r"blk\.(\d{1,9})\.nextn\.")
 _N_AXES = 3
 
 

@@ -16,7 +16,7 @@ from tieredmoe.errors import GGUFError
 if TYPE_CHECKING:
     from pathlib import Path
 
-_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.gguf", re.DOTALL)
+_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
 class ShardName(NamedTuple):

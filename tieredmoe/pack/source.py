@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from tieredmoe.backends.protocol import ReadBackend, ReadOp
+from tieredmoe.errors import ClosedError, ReadError
 from tieredmoe.memory.protocol import HostSlot, Part, Slot
 from tieredmoe.stats import SourceCounters
 
@@ -41,7 +42,13 @@ class PackSource:
             layer: (Part(0, 0, layout.payload_nbytes),)
             for layer, layout in pack.spec.layouts.items()
         }
-        self.counters = SourceCounters(backend=backend.info.name, direct_io=backend.info.direct)
+        self._counters = SourceCounters(backend=backend.info.name, direct_io=backend.info.direct)
+
+    @property
+    def counters(self) -> SourceCounters:
+        """What was asked of the disk, its backend's retries up to date; in any thread."""
+        self._counters.retries = self._backend.stats().retries
+        return self._counters
 
     def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[DiskFill]:
         """Start reading each record into its slot, which must be host memory."""
@@ -64,15 +71,17 @@ class PackSource:
         return ReadOp(where.file_index, where.offset, slot.view[: where.nbytes], slot.address)
 
     def _ended(self, key: ExpertKey, nbytes: int, read: asyncio.Future[None]) -> None:
-        if read.cancelled():
-            return
-        counters = self.counters
+        error = None if read.cancelled() else read.exception()
+        if read.cancelled() or isinstance(error, ClosedError):
+            return  # it never started
+        counters = self._counters
         counters.pack_reads += 1
         counters.pack_read_bytes += nbytes
-        if read.exception() is None:
+        if error is None:
             counters.pack_payload_bytes += self._pack.spec.layouts[key.layer].payload_nbytes
         else:
-            counters.io_errors += 1
+            kind = error.kind if isinstance(error, ReadError) else type(error).__name__
+            counters.read_errors[kind] += 1
 
 
 class DiskFill:

@@ -123,8 +123,9 @@ class VictimOrder:
 
     def victim(self) -> ExpertKey | None:
         """The evictable key to go next; None if every key is held."""
-        while (key := self._front()) is not None:
-            node = self.ranked[key]
+        while (node := self._front()) is not None:
+            key = node.key
+            assert key is not None
             if node.placed == node.rank:
                 return key
             # Used since, though not held: its place is further back. A use moves a key only once.
@@ -132,14 +133,17 @@ class VictimOrder:
             self.release(key)
         return None
 
-    def _front(self) -> ExpertKey | None:
-        if (coldest := self._cold.after.key) is not None:
-            return coldest
+    def _front(self) -> Ranked | None:
+        """The node of the lowest placed rank, cold ones before all."""
+        first = self._cold.after
+        if first.key is not None:
+            return first
         late = self._late
         while self._occupied:
             lowest = (self._occupied & -self._occupied).bit_length() - 1
             first = self._classes[lowest].after
             if first.key is not None:
-                return late[0][1] if late and late[0] < (first.placed, first.key) else first.key
+                before = late and late[0] < (first.placed, first.key)
+                return self.ranked[late[0][1]] if before else first
             self._occupied &= self._occupied - 1
-        return late[0][1] if late else None
+        return self.ranked[late[0][1]] if late else None

@@ -7,6 +7,7 @@ from tieredmoe.testing.disk import SimDisk
 from tieredmoe.testing.faults import Fault, FaultPlan
 from tieredmoe.testing.faulty import FaultySource
 from tieredmoe.testing.loop import SimDeadlock, SimLoop, sim_run
+from tieredmoe.testing.sim_worker import SimWorker
 from tieredmoe.testing.tiny_gguf import (
     DeepSeekV4Shape,
     DeepSeekV4Weights,
@@ -27,6 +28,7 @@ __all__ = [
     "SimDeadlock",
     "SimDisk",
     "SimLoop",
+    "SimWorker",
     "TinyPack",
     "TinyVocabulary",
     "TypeMix",

@@ -1,7 +1,7 @@
 """A source that misbehaves on purpose: put it between any two tiers to torture what is above.
 
-It poisons every slot before its fill, so a byte that nobody wrote cannot pass for the right one, and
-it fails the experts it is told to fail, after having ruined their slots.
+It poisons every slot before its fill, so a byte that nobody wrote cannot pass for the right one,
+and it fails the experts it is told to fail, after having ruined their slots.
 """
 
 from __future__ import annotations

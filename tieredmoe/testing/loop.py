@@ -40,6 +40,8 @@ MAX_STEPS = 1_000_000
 """Callbacks one run may take by default; far above any scenario, far below an endless wait."""
 
 
+_N_TIMERS_MIN = 100
+"""So many timers may be set before cancelled ones are looked for."""
 _FROZEN_MAX = 10_000
 """An interpreter may freeze some hundred objects of its own at start; a frozen heap has more."""
 
@@ -70,9 +72,10 @@ def sim_run(
     max_steps: int = MAX_STEPS,
     on_step: Callable[[], object] | None = None,
     allow_leaks: bool = False,
+    collect_garbage: bool = True,
 ) -> T:
     """Run ``main`` on a fresh ``SimLoop`` and return its result; arguments as there."""
-    loop = SimLoop(max_steps=max_steps)
+    loop = SimLoop(max_steps=max_steps, collect_garbage=collect_garbage)
     if on_step is not None:
         loop.on_step(on_step)
     return loop.run(main, allow_leaks=allow_leaks)
@@ -82,20 +85,23 @@ class SimLoop(asyncio.BaseEventLoop):
     """Runs one program on virtual time, step by step; the same program makes the same steps.
 
     A step is one callback. ``steps`` counts them: it is *n* during and after the n-th. Timers that
-    fall due together run in the order in which they were set.
+    fall due together run in the order in which they were set. ``collect_garbage`` ends the run with
+    a collection of what it left, so that exceptions nobody fetched are found in this run; a harness
+    of very many short runs may do without.
     """
 
     _ready: deque[asyncio.Handle]
     _stopping: bool
 
-    def __init__(self, *, max_steps: int = MAX_STEPS) -> None:
+    def __init__(self, *, max_steps: int = MAX_STEPS, collect_garbage: bool = True) -> None:
         super().__init__()
         self.steps = 0
         self._max_steps = max_steps
+        self._collect_garbage = collect_garbage
         self._now = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timer_numbers = count()
-        self._n_cancelled_timers = 0
+        self._n_timers_max = _N_TIMERS_MIN
         self._hooks: list[Callable[[], object]] = []
         self._at_step: dict[int, list[Callable[[], object]]] = {}
         self._failures: list[dict[str, Any]] = []
@@ -163,6 +169,8 @@ class SimLoop(asyncio.BaseEventLoop):
             raise RuntimeError("Event loop is closed")
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._timer_numbers), handle))
+        if len(self._timers) > self._n_timers_max:
+            self._drop_cancelled_timers()
         return handle
 
     def call_soon_threadsafe(
@@ -202,20 +210,12 @@ class SimLoop(asyncio.BaseEventLoop):
             if not handle.cancelled():
                 self._step(handle)
 
-    def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:
-        """Forget cancelled timers once most are, so that unused time-outs do not pile up."""
-        self._n_cancelled_timers += 1
-        if self._n_cancelled_timers > 100 and 2 * self._n_cancelled_timers > len(self._timers):
-            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
-            heapq.heapify(self._timers)
-            self._n_cancelled_timers = 0
-
     # ---- steps
 
     def _make_timers_ready(self) -> None:
         timers = self._timers
         while timers and timers[0][2].cancelled():
-            self._drop_first_timer()
+            heapq.heappop(timers)
         if not self._ready and not self._stopping:
             if not timers:
                 waiting = [describe_task(task) for task in self._pending_tasks()]
@@ -224,15 +224,13 @@ class SimLoop(asyncio.BaseEventLoop):
                 )
             self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
-            handle = self._drop_first_timer()
-            if not handle.cancelled():
-                self._ready.append(handle)
+            self._ready.append(heapq.heappop(timers)[2])
 
-    def _drop_first_timer(self) -> asyncio.TimerHandle:
-        handle = heapq.heappop(self._timers)[2]
-        if handle.cancelled():
-            self._n_cancelled_timers -= 1
-        return handle
+    def _drop_cancelled_timers(self) -> None:
+        """Unused time-outs must not pile up; the limit grows with what is in use."""
+        self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
+        heapq.heapify(self._timers)
+        self._n_timers_max = max(_N_TIMERS_MIN, 2 * len(self._timers))
 
     def _step(self, handle: asyncio.Handle) -> None:
         if self.steps >= self._max_steps:
@@ -279,7 +277,8 @@ class SimLoop(asyncio.BaseEventLoop):
             self.run_until_complete(self.shutdown_asyncgens())
         except SimError as problem:
             problems.append(problem)
-        gc.collect()  # a lost exception is reported when its future goes
+        if self._collect_garbage:
+            gc.collect()  # a lost exception is reported when its future goes
         if self._failures:
             problems.append(self._take_failure())
         return problems

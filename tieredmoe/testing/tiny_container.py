@@ -106,8 +106,7 @@ def write_shards(
 def _write_file(
     path: Path, pairs: Mapping[str, object], tensors: Sequence[StoredTensor], alignment: int
 ) -> None:
-    writer = GGUFWriter(path, arch="")
-    writer.kv_data[0].clear()  # it begins with an architecture; later shards carry none
+    writer = GGUFWriter(path, arch="")  # writes none: in a later shard there must be none
     if alignment != _DEFAULT_ALIGNMENT:
         writer.add_custom_alignment(alignment)
     for key, value in pairs.items():

@@ -12,14 +12,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import attrs
 
 from tieredmoe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TINY_VOCABULARY_MIN = 270
 """The 256 bytes, the special tokens and at least six merges."""
@@ -77,7 +73,7 @@ def tiny_vocabulary(n_tokens: int) -> TinyVocabulary:
         )
     alphabet = sorted(byte_alphabet().values())
     n_fill = n_tokens - len(_LEADING) - len(alphabet) - len(_TRAILING)
-    merges = _learn_merges(alphabet, n_fill)
+    merges = _learn_merges(n_fill)
     merged = ["".join(pair) for pair in merges]
     placeholders = [f"<｜place▁holder▁no▁{i}｜>" for i in range(n_fill - len(merged))]
     tokens = [*_LEADING, *alphabet, *merged, *placeholders, *(token for token, _ in _TRAILING)]
@@ -103,26 +99,21 @@ def byte_alphabet() -> dict[int, str]:
     }
 
 
-def _learn_merges(alphabet: Sequence[str], n_merges: int) -> list[tuple[str, str]]:
+def _learn_merges(n_merges: int) -> list[tuple[str, str]]:
     """Up to ``n_merges`` merges by frequency in the sentences above (ties: first by code point)."""
     to_char = byte_alphabet()
     words = Counter(
         tuple(to_char[byte] for byte in word.encode())
         for word in re.findall(r" ?[A-Za-z]+|\d{1,3}| ?[^\sA-Za-z\d]+|\s", _TEXT)
     )
-    known = set(alphabet)
     merges: list[tuple[str, str]] = []
-    while len(merges) < n_merges:
+    while len(merges) < n_merges and any(len(word) > 1 for word in words):
         pairs: Counter[tuple[str, str]] = Counter()
         for word, n_times in words.items():
             for pair in pairwise(word):
                 pairs[pair] += n_times
-        candidates = [pair for pair in pairs if "".join(pair) not in known]
-        if not candidates:
-            break
-        best = min(candidates, key=lambda pair: (-pairs[pair], pair))
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
-        known.add("".join(best))
         words = Counter({_merge(word, best): n_times for word, n_times in words.items()})
     return merges
 

@@ -218,12 +218,14 @@ def _unsupported(reader: MetadataReader) -> Iterator[str]:
         ("attention.value_length", reader.integer("attention.key_length", default=512)),
         ("expert_gating_func", _SQRT_SOFTPLUS),
         ("expert_weights_norm", 1),
-        ("expert_group_count", 1),
     )
     for name, value in only:
         found = reader.integer(name, default=value)
         if found != value:
             yield f"{reader.key(name)} is {found}, only {value} is supported"
+    n_groups = reader.integer("expert_group_count", default=0)
+    if n_groups > 1:
+        yield f"{reader.key('expert_group_count')} is {n_groups}, groups are not supported"
     scaling = reader.text("rope.scaling.type", default="yarn")
     if scaling not in ("yarn", "none"):
         yield f"{reader.key('rope.scaling.type')} is {scaling!r}, only yarn and none are supported"

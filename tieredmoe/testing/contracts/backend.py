@@ -6,9 +6,8 @@
         async def open_backend(self, paths):
             return await my_open(paths)
 
-The contract writes the files, aligns memory and offsets to what the backend says it needs, and
-closes what it opens. It waits only for futures, ``drain`` and ``close``, never for time, so a
-backend in virtual time runs it as well as a real one.
+The contract writes the files, aligns memory and offsets, and closes what it opens. It waits only
+for futures, ``drain`` and ``close``, so a backend in virtual time runs it as well as a real one.
 """
 
 from __future__ import annotations
