@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -164,6 +165,7 @@ async def main() -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     demo = args.gguf is None and args.pack is None
     if demo:
+        torch.set_num_threads(1)  # matrices this small are slower on several
         args.gguf = DEMO
         await asyncio.to_thread(make_demo, DEMO, console)
     pack = await pack_of(args.gguf, args.pack, console)

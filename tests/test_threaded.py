@@ -409,8 +409,36 @@ def test_a_cancellation_in_the_moment_of_the_grant_gives_the_lease_back(path):
     asyncio.run(main())
 
 
-def test_a_grant_in_the_moment_of_the_cancellation_is_given_back(path):
-    """The caller is cancelled while the I/O thread is busy; what it posted before still runs."""
+def test_a_cancellation_in_the_middle_of_the_grant_gives_the_lease_back(path):
+    """The I/O thread is admitting, too late to be stopped, and finds its promise cancelled."""
+
+    class SlowPolicy(LRUPolicy):
+        """Takes its time over an admission."""
+
+        admitting, go = threading.Event(), threading.Event()
+
+        def step(self, layer, keys):
+            super().step(layer, keys)
+            self.admitting.set()
+            self.go.wait(PATIENCE)
+
+    async def main():
+        policy = SlowPolicy(n_slots=2, layers=(0, 1), top_k=2)
+        async with await ThreadedHierarchy.aopen(making(path, (2,), policy=policy)) as hierarchy:
+            task = asyncio.ensure_future(hierarchy.admit(0, hierarchy._keys(0, [3])))
+            await asyncio.sleep(0)
+            assert policy.admitting.wait(PATIENCE)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            policy.go.set()
+            assert_at_rest(hierarchy)
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_before_the_grant_stops_it(path):
+    """The caller is cancelled while the I/O thread is busy, and before it looks at the acquire."""
 
     async def main():
         async with await ThreadedHierarchy.aopen(making(path, (2,))) as hierarchy:
@@ -421,6 +449,7 @@ def test_a_grant_in_the_moment_of_the_cancellation_is_given_back(path):
                 with pytest.raises(asyncio.CancelledError):
                     await task
             assert_at_rest(hierarchy)
+            assert hierarchy.stats().cache_misses == 0
 
     asyncio.run(main())
 

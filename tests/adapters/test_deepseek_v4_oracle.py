@@ -53,7 +53,7 @@ def test_logits_and_routing_equal_the_reference(oracle, how):
     for layer in range(N_LAYERS):
         ids, weights = recorder.routing(layer)
         assert torch.equal(ids, want[f"router_idx.{layer}"].long())
-        # The reference's own weights differ by more than 1e-5 between its prefill and its decode.
+        # Rounding adds up differently token by token; the largest error seen there is 1.3e-5.
         bound = 3e-5 if how == "token by token" else 1e-5
         assert (weights - want[f"router_w.{layer}"]).abs().max() < bound
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tieredmoe import (
 from tieredmoe.pack import VerifyThreads
 from tieredmoe.pack import threads as threads_module
 from tieredmoe.spec import ExpertKey
+from tieredmoe.threaded import ThreadedHierarchy
 
 PAYLOAD_NBYTES = 3 * 1088
 
@@ -144,6 +146,21 @@ def test_many_at_once_are_all_right(pack, small_pack):
 
     _, stats = run(pack, scenario, verify="always", vram=2 * 4096)
     assert stats.io_errors == 0
+
+
+def test_a_hierarchy_on_its_own_thread_checks_and_repairs(pack, small_pack):
+    model = small_pack[1]
+    flip(*place_of(pack, 1, 2))
+    config = HierarchyConfig(vram=4 * 4096, reserve=0, verify="always", repair_from=model.paths[0])
+    before = n_open()
+    with (
+        ThreadedHierarchy.open(partial(open_hierarchy, pack, config)) as hierarchy,
+        hierarchy.acquire_blocking(1, [2]) as lease,
+    ):
+        lease.wait()
+        assert bytes(lease.slots[2].view[:PAYLOAD_NBYTES]) == right(model, 1, 2)
+        assert hierarchy.stats().repaired == 1
+    assert n_open() == before
 
 
 # ---- files that change while they are open

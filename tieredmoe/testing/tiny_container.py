@@ -69,8 +69,7 @@ def write_shards(
 
     As with llama-gguf-split, only the first shard carries the model's metadata. Values: int is
     written as u32 (i64 where that is too narrow), float as f32, numpy scalars and arrays in their
-    own type. Raises ``GGUFError``
-    if a file cannot be written; then nothing that was begun is left.
+    own type. Raises ``GGUFError`` if a file cannot be written; then nothing that was begun is left.
     """
     n_shards, n_tensors = len(shards), sum(map(len, shards))
     if n_shards == 1:
