@@ -145,6 +145,11 @@ def summary(generation: Generation, console: Console) -> None:
     console.print(f"ended by: {report.stop_reason}")
 
 
+def printable(text: str) -> str:
+    """``text`` without what a terminal would obey: a model may say anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def prompt_of(args: argparse.Namespace) -> str | list[int]:
     """The prompt, from the command line or standard input."""
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -192,7 +197,8 @@ async def main() -> None:
         )
         try:
             async for piece in generation:
-                print(piece.text if model.tokenizer else f"{piece.token_id} ", end="", flush=True)
+                text = piece.text if model.tokenizer else f"{piece.token_id} "
+                print(printable(text), end="", flush=True)
         finally:
             print(flush=True)
             summary(generation, console)
