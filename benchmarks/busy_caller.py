@@ -1,6 +1,6 @@
 """The read rate of a threaded hierarchy while its caller is busy.
 
-    python benchmarks/busy_caller.py [--dir DIR] [--nbytes 1.5e9] [--rounds 9]
+    python benchmarks/busy_caller.py [--dir DIR] [--nbytes 1.5e9] [--rounds 9] [--window 32]
 
 Every expert is a miss. The caller keeps three working sets of 4 experts of 12 MiB on their way.
 What it does until the oldest has landed is the subject: await it (idle), block outside Python
@@ -53,12 +53,13 @@ SWITCH_S = 5e-4
 class Scratch:
     """A file of records, one layer of them, none of which means anything."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, *, nbytes: int, window_nbytes: int) -> None:
         n_experts = nbytes // RECORD_NBYTES // SET_SIZE * SET_SIZE
         role = (0, (RECORD_NBYTES // 12, 1), RECORD_NBYTES // 3)
         layout = ExpertLayout.build(dict.fromkeys(ROLES, role))
         self.spec = MoESpec("scratch", n_experts, SET_SIZE, {0: layout})
         self.path = path
+        self.window_nbytes = window_nbytes
         block = os.urandom(RECORD_NBYTES)
         with path.open("wb") as file:
             for _ in range(n_experts):
@@ -70,7 +71,7 @@ class Scratch:
         return Extent(0, key.expert * RECORD_NBYTES, RECORD_NBYTES)
 
     async def hierarchy(self) -> Hierarchy:
-        backend = open_backend("threads", [self.path])
+        backend = open_backend("threads", [self.path], window_nbytes=self.window_nbytes)
         pool = HostPool.allocate(N_SLOTS * RECORD_NBYTES)
         region = pool.carve(N_SLOTS * RECORD_NBYTES)
         pool.close()
@@ -180,13 +181,21 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="where the scratch file goes")
     parser.add_argument("--nbytes", type=float, default=1.5e9, help="its size; read once per line")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--window", type=int, default=32, help="MiB of reads in flight at most")
     args = parser.parse_args()
     print(describe_machine())
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        scratch = Scratch(Path(folder) / "experts.bin", int(args.nbytes))
+        scratch = Scratch(
+            Path(folder) / "experts.bin",
+            nbytes=int(args.nbytes),
+            window_nbytes=args.window << 20,
+        )
         with ThreadedHierarchy.open(scratch.hierarchy) as hierarchy:
             stats = hierarchy.stats()
-            print(f"{folder}: backend {stats.backend}, direct I/O {stats.direct_io}")
+            print(
+                f"{folder}: backend {stats.backend}, direct I/O {stats.direct_io}, "
+                f"window {args.window} MiB"
+            )
             rates = measure(hierarchy, scratch, args.rounds)
     idle = rates["idle (awaits)"]
     print(

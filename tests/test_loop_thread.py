@@ -211,6 +211,13 @@ def test_a_cancelled_aclose_stops_only_the_wait(path, disk):
     assert_nothing_left(hierarchy)
 
 
+def test_a_thread_with_the_ident_of_the_one_that_ended_may_close_it_again(path):
+    hierarchy = open_threaded(path, (2,))
+    hierarchy.close()
+    hierarchy._thread._thread._ident = threading.get_ident()  # as systems give them again
+    hierarchy.close()
+
+
 def test_it_can_be_opened_again_at_once(path):
     for _ in range(3):
         with open_threaded(path, (2, 4)) as hierarchy:

@@ -120,17 +120,17 @@ def test_threads_and_loops_get_the_right_bytes_and_exact_counts(path, slots):
 def test_hits_and_releases_in_many_threads_leave_the_books_in_order(path):
     def work(hierarchy, seed):
         rng = random.Random(seed)
-        for _ in range(300):
-            with hierarchy.acquire_blocking(0, rng.sample(range(6), k=3)):
-                hierarchy.count_executed(0, 3)
+        for _ in range(1500):
+            with hierarchy.acquire_blocking(0, rng.sample(range(6), k=4)):
+                hierarchy.count_executed(0, 4)
 
     with open_threaded(path, (6,)) as hierarchy:
         resident(hierarchy, 0, *range(6))
         run_all([lambda seed=seed: work(hierarchy, seed) for seed in range(4)])
         assert_at_rest(hierarchy)
         stats = hierarchy.stats()
-        assert (stats.cache_hits, stats.cache_misses) == (4 * 300 * 3, 6)
-        assert stats.executed_experts[0] == 4 * 300 * 3
+        assert (stats.cache_hits, stats.cache_misses) == (4 * 1500 * 4, 6)
+        assert stats.executed_experts[0] == 4 * 1500 * 4
 
 
 def test_hits_and_misses_wake_each_other_up_for_ever(path):

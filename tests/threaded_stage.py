@@ -65,7 +65,7 @@ class HeldDisk:
         (target,) = targets
         target[:] = b"\x55" * target.nbytes
         self.started[offset].set()
-        self.free[offset].wait()
+        assert self.free[offset].wait(PATIENCE), "nobody lets this read go"
         if offset in self.bad:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return os.preadv(fd, targets, offset)

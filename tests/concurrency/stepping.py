@@ -5,7 +5,7 @@ from contextlib import aclosing
 from itertools import count
 
 import attrs
-from stage import MAX_STEPS, SPEC, Memory, Stage, place_of, sim_disk, take
+from stage import MAX_STEPS, SPEC, Memory, Stage, place_of, sim_disk, simulate, take
 
 from tieredmoe.testing.faults import Fault, FaultPlan
 from tieredmoe.testing.loop import SimLoop
@@ -62,7 +62,7 @@ def _cancel_at(scenario, victim, step, *, twice):
             await stage.close()
         stage.assert_closed()
 
-    loop.run(main())
+    simulate(main(), loop)
     return was_alive and was_alive[0]
 
 
@@ -112,7 +112,7 @@ def _close_at(scenario, step, *, cancelled_after):
         if not stage.closing:
             await stage.close()
 
-    loop.run(main())
+    simulate(main(), loop)
     return was_busy and was_busy[0]
 
 

@@ -7,10 +7,10 @@ import asyncio
 import random
 from contextlib import aclosing
 
-from stage import MAX_STEPS, SPEC, Stage, sim_disk
+from stage import SPEC, Stage, sim_disk, simulate
 
+from tieredmoe.errors import ClosedError
 from tieredmoe.testing.faults import Fault, FaultPlan
-from tieredmoe.testing.loop import sim_run
 
 CHAINS = [
     (1,), (2,), (3,), (5,),
@@ -28,7 +28,7 @@ FAULTS = [
 
 def storm(seed):
     """Play scenario ``seed``; returns how its operations ended."""
-    return sim_run(_Storm(seed).main(), max_steps=MAX_STEPS)
+    return simulate(_Storm(seed).main())
 
 
 class _Storm:
@@ -171,6 +171,25 @@ class _Storm:
                 await self.stage.use(more, more.slots)
             await self.stage.use(lease, lease.slots)
 
+    async def share_the_lease(self):
+        lease = await self.stage.lease(*self.some())
+        with lease:
+            helper = self.stage.spawn(f"helper {len(self.stage.tasks)}", self.help_with(lease))
+            if self.rng.random() < 0.3:
+                await self.pause(1)
+                helper.cancel()
+            await lease.ready()
+            await self.stage.use(lease, lease.slots)
+
+    async def help_with(self, lease):
+        async with self.stage.excused():
+            try:
+                async for expert in lease.as_completed():
+                    await self.stage.use(lease, [expert])
+                    await self.pause(0.2)
+            except ClosedError:
+                assert lease.released
+
     PLAYS = (
         use_each_as_it_lands,
         use_all_at_once,
@@ -180,6 +199,7 @@ class _Storm:
         stream_all,
         stream_and_leave,
         ask_for_more,
+        share_the_lease,
     )
 
     # ---- luck
