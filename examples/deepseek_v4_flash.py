@@ -8,20 +8,24 @@ before. Without either it makes a small random DeepSeek-V4 under ``models/``, pa
 from it with a cache for half of its experts: the text is noise, everything else is real. The end of
 that run looks like this (the model is random, so its text is)::
 
-    96 routed experts of 40.0 KiB in 6 layers, top-3; cache: 48 slots, 1.9 MiB
+    96 routed experts of 16 KiB in 6 layers, top-3; cache: 48 slots, 768 KiB; reads: threads, direct
+    vram 786432, reserve 256MiB
     ...
-              tokens  tok/s  hit rate  GB read per token  evictions
-    prefill       20   59.1     33 %            0.000173         36
-    decode        47   28.0     56 %            0.000341        327
+             tokens  tok/s  hit rate  GB read per token  evictions
+    prefill      39  332.6        0%           0.000035         35
+    decode       47   15.5       67%           0.000091        282
+    ended by: max_new_tokens
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import re
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,12 +39,14 @@ from tieredmoe import (
     HierarchyConfig,
     LanguageModel,
     TieredMoEError,
+    check_model,
     create_pack,
     format_size,
     open_inventory,
     open_model,
     open_pack,
 )
+from tieredmoe.gguf import find_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,13 +100,20 @@ def bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-async def pack_of(gguf: Path | None, pack: Path | None, console: Console) -> Path:
-    """The pack to run: the one given, or the GGUF's, made now if it is not there."""
+async def pack_of(
+    gguf: Path | None, pack: Path | None, config: HierarchyConfig, console: Console
+) -> Path:
+    """The pack to run: the one given, or the GGUF's, made now if it is not there.
+
+    Whatever would keep the model from running is found before the conversion, not after.
+    """
     if gguf is None:
         assert pack is not None
         return pack
     inventory = await asyncio.to_thread(open_inventory, gguf)
-    pack = pack or inventory.shards[0].path.with_suffix(".pack")
+    first = inventory.shards[0].path
+    pack = pack or first.with_name(re.sub(r"-\d{5}-of-\d{5}$", "", first.stem) + ".pack")
+    await asyncio.to_thread(check_model, inventory, config)
     if pack.exists():
         (await asyncio.to_thread(open_pack, pack)).check_source(inventory)
         return pack
@@ -112,14 +125,15 @@ async def pack_of(gguf: Path | None, pack: Path | None, console: Console) -> Pat
     return pack
 
 
-def describe(model: LanguageModel, console: Console) -> None:
+def describe(model: LanguageModel, config: HierarchyConfig, console: Console) -> None:
     """What will run, and with how much memory."""
     spec, stats = model.hierarchy.spec, model.stats()
     console.print(
         f"{spec.n_records} routed experts of {format_size(spec.slot_nbytes)} "
         f"in {len(spec.layers)} layers, top-{spec.top_k}; "
         f"cache: {stats.cache_capacity_experts} slots, {format_size(stats.cache_capacity_bytes)}; "
-        f"reads: {stats.backend}, {'direct' if stats.direct_io else 'not direct'}"
+        f"reads: {stats.backend}, {'direct' if stats.direct_io else 'not direct'}\n"
+        f"vram {config.vram}, reserve {config.reserve}"
     )
 
 
@@ -161,34 +175,36 @@ def prompt_of(args: argparse.Namespace) -> str | list[int]:
         sys.exit(f"error: --ids wants token ids separated by spaces, not {text!r}")
 
 
-async def main() -> None:
+def configuration(args: argparse.Namespace) -> HierarchyConfig:
+    """The settings of the tiers."""
+    return HierarchyConfig(
+        vram=args.vram or "21GiB",
+        reserve=args.reserve or "3GiB",
+        backend="buffered" if args.buffered else "auto",
+        stats_path=args.stats,
+    )
+
+
+async def main(args: argparse.Namespace, prompt: str | list[int]) -> None:
     """Pack if needed, open, generate, report."""
-    args = arguments()
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    demo = args.gguf is None and args.pack is None
-    if demo:
+    if args.gguf is None and args.pack is None:
         torch.set_num_threads(1)  # matrices this small are slower on several
         args.gguf = DEMO
         await asyncio.to_thread(make_demo, DEMO, console)
-    pack = await pack_of(args.gguf, args.pack, console)
-    vram = args.vram or "21GiB"
-    if demo and args.vram is None:
-        vram = open_pack(pack).spec.nbytes // 2
-    config = HierarchyConfig(
-        vram=vram,
-        reserve=args.reserve or ("256MiB" if demo else "3GiB"),
-        backend="buffered" if args.buffered else "auto",
-        stats_path=args.stats,
-    )
+        half = find_experts(open_inventory(DEMO)).spec.nbytes // 2
+        args.vram, args.reserve = args.vram or half, args.reserve or "256MiB"
+    config = configuration(args)
+    pack = await pack_of(args.gguf, args.pack, config, console)
     with bar(console, "loading") as show:
         model = await open_model(pack, config, progress=show)
     async with model:
-        describe(model, console)
+        describe(model, config, console)
         generation = model.generate(
-            prompt_of(args),
+            prompt,
             max_new_tokens=args.max_new_tokens,
             n_context=args.context,
             temperature=args.temperature,
@@ -200,16 +216,21 @@ async def main() -> None:
                 text = piece.text if model.tokenizer else f"{piece.token_id} "
                 print(printable(text), end="", flush=True)
         finally:
-            print(flush=True)
+            with suppress(BrokenPipeError):
+                print(flush=True)
             summary(generation, console)
 
 
 if __name__ == "__main__":
     try:
-        asyncio.run(main())
+        given = arguments()
+        asyncio.run(main(given, prompt_of(given)))  # standard input is read before the loop runs
     except TieredMoEError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)

@@ -33,6 +33,7 @@ from tieredmoe.lease import Lease
 from tieredmoe.pack import create_pack, open_pack, verify_pack
 from tieredmoe.spec import ExpertKey, ExpertLayout, MoESpec, RoleSpec
 from tieredmoe.stats import Stats
+from tieredmoe.threaded import ThreadedHierarchy
 from tieredmoe.tier import Source, Tier
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         LanguageModel,
         Message,
         Piece,
+        check_model,
         open_model,
     )
 
@@ -71,12 +73,14 @@ __all__ = [
     "RoleSpec",
     "Source",
     "Stats",
+    "ThreadedHierarchy",
     "Tier",
     "TieredMoEError",
     "TokenizerError",
     "UnsupportedModelError",
     "WorkingSetTooLargeError",
     "__version__",
+    "check_model",
     "create_pack",
     "format_size",
     "open_hierarchy",

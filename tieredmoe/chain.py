@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, cast
 import attrs
 
 from tieredmoe.backends import open_backend
-from tieredmoe.budget import available_host_nbytes, parse_size, slots_for_budget
+from tieredmoe.budget import available_host_nbytes, format_size, parse_size, slots_for_budget
 from tieredmoe.config import HierarchyConfig
+from tieredmoe.errors import BudgetError
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.memory import HostArena, HostPool
 from tieredmoe.pack import (
@@ -54,14 +55,21 @@ def plan(spec: MoESpec, config: HierarchyConfig, *, free_nbytes: int | None = No
     """
     free = available_host_nbytes() if free_nbytes is None else free_nbytes
     slot = spec.slot_nbytes
-    n_slots = slots_for_budget(
-        requested_nbytes=parse_size(config.vram, whole_nbytes=free),
-        free_nbytes=free - config.stage_slots * slot,
-        reserve_nbytes=parse_size(config.reserve, whole_nbytes=free) if config.reserve else 0,
-        slot_nbytes=slot,
-        top_k=spec.top_k,
-        n_records=spec.n_records,
-    )
+    staging_nbytes = config.stage_slots * slot
+    try:
+        n_slots = slots_for_budget(
+            requested_nbytes=parse_size(config.vram, whole_nbytes=free),
+            free_nbytes=free - staging_nbytes,
+            reserve_nbytes=config.reserve_nbytes(free),
+            slot_nbytes=slot,
+            top_k=spec.top_k,
+            n_records=spec.n_records,
+        )
+    except BudgetError as error:
+        if not staging_nbytes:
+            raise
+        staging = f"{config.stage_slots} staging slots take {format_size(staging_nbytes)} first"
+        raise BudgetError(f"{error} ({staging})") from error
     return Plan(n_slots, config.stage_slots, slot)
 
 

@@ -12,10 +12,15 @@ from tieredmoe.errors import ConfigError, raise_config_problems
 from tieredmoe.policies import POLICIES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 BACKENDS = ("auto", "threads", "buffered")
 VERIFY_MODES = ("off", "first_read", "always")
+
+
+def _absolute(path: Path | str | None) -> Path | None:
+    """The path as it is now, whatever the working directory becomes; what is none is kept."""
+    return Path(path).absolute() if isinstance(path, str | Path) else path
 
 
 @attrs.frozen(kw_only=True)
@@ -38,49 +43,75 @@ class HierarchyConfig:
     """How to read: ``auto`` never means the page cache, ``buffered`` asks for it."""
     verify: str = "off"
     """Which reads to check against the pack's digests: ``off``, ``first_read`` or ``always``."""
-    repair_from: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
+    repair_from: Path | None = attrs.field(default=None, converter=_absolute)
     """The pack's source GGUF, to take experts from whose bytes in the pack fail their digests."""
-    stats_path: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
+    stats_path: Path | None = attrs.field(default=None, converter=_absolute)
     """Where to keep a JSON snapshot of the counters."""
     stats_every: int = 1000
     """Acquires between two snapshots."""
 
     def __attrs_post_init__(self) -> None:
-        raise_config_problems("HierarchyConfig", list(self._problems()))
+        problems = [*self._size_problems(), *self._choice_problems(), *self._path_problems()]
+        raise_config_problems("HierarchyConfig", problems)
 
-    def _problems(self) -> list[str]:
-        problems: list[str] = []
+    def _size_problems(self) -> Iterator[str]:
         for name in ("vram", "reserve"):
             value = getattr(self, name)
-            try:
-                if value != 0 or name == "vram":
+            if isinstance(value, bool) or not isinstance(value, int | str):
+                yield f"{name}: {value!r} is neither a number of bytes nor a text"
+            elif name == "vram" or not self._reserves_nothing:
+                try:
                     parse_size(value, whole_nbytes=2**40)
-            except ConfigError as error:
-                problems.append(f"{name}: {error}")
-        if not isinstance(self.stage_slots, int) or not 0 <= self.stage_slots <= 1024:
-            problems.append(f"stage_slots: {self.stage_slots!r} is not a number from 0 to 1024")
-        if self.policy not in POLICIES:
-            problems.append(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        if self.backend not in BACKENDS:
-            problems.append(f"backend: {self.backend!r} is not one of {', '.join(BACKENDS)}")
-        if self.verify not in VERIFY_MODES:
-            problems.append(f"verify: {self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
-        elif self.repair_from is not None and self.verify == "off":
-            problems.append(
+                except ConfigError as error:
+                    yield f"{name}: {error}"
+        if not _is_int(self.stage_slots) or not 0 <= self.stage_slots <= 1024:
+            yield f"stage_slots: {self.stage_slots!r} is not a number from 0 to 1024"
+        if not _is_int(self.stats_every) or self.stats_every < 1:
+            yield f"stats_every: {self.stats_every!r} is not a positive number"
+
+    def _choice_problems(self) -> Iterator[str]:
+        choices = {"policy": tuple(POLICIES), "backend": BACKENDS, "verify": VERIFY_MODES}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                yield f"{name}: {value!r} is not one of {', '.join(known)}"
+
+    def _path_problems(self) -> Iterator[str]:
+        for name in ("repair_from", "stats_path"):
+            path = getattr(self, name)
+            if path is not None and (not isinstance(path, Path) or "\0" in str(path)):
+                yield f"{name}: {path!r} is not a path"
+        if self.repair_from is not None and self.verify == "off":
+            yield (
                 "repair_from: nothing is found to repair with verify='off'; "
                 "set verify to 'first_read' or 'always'"
             )
-        if not isinstance(self.stats_every, int) or self.stats_every < 1:
-            problems.append(f"stats_every: {self.stats_every!r} is not a positive number")
-        return problems
+
+    @property
+    def _reserves_nothing(self) -> bool:
+        # The size grammar has no word for it.
+        return self.reserve in {0, "0"}
+
+    def reserve_nbytes(self, free_nbytes: int) -> int:
+        """Bytes to leave alone of the ``free_nbytes`` there are."""
+        return 0 if self._reserves_nothing else parse_size(self.reserve, whole_nbytes=free_nbytes)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, object]) -> Self:
         """A configuration from plain data; unknown names are refused along with wrong values."""
         known = [a.name for a in attrs.fields(cls)]
-        unknown = [name for name in settings if name not in known]
-        if unknown:
-            raise ConfigError(
-                f"HierarchyConfig: unknown settings {', '.join(unknown)}; known: {', '.join(known)}"
-            )
-        return cls(**settings)  # type: ignore[arg-type]  # types are what the validation checks
+        problems = [
+            f"unknown setting {name!r}, known are {', '.join(known)}"
+            for name in settings
+            if name not in known
+        ]
+        try:
+            config = cls(**{name: settings[name] for name in known if name in settings})  # type: ignore[arg-type]  # types are what the validation checks
+        except ConfigError as error:
+            problems.append(str(error).removeprefix("HierarchyConfig: "))
+        raise_config_problems("HierarchyConfig", problems)
+        return config
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

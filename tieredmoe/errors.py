@@ -157,14 +157,23 @@ class LogitsError(TieredMoEError, ArithmeticError):
 
 
 class PromptTooLongError(TieredMoEError, ValueError):
-    """Prompt plus requested tokens exceed the context the state was made for."""
+    """A prompt leaves no room in its context; the message says whether a larger one can be had.
 
-    def __init__(self, *, n_prompt: int, n_context: int) -> None:
+    ``n_context_max`` is the model's own limit, where it is known.
+    """
+
+    def __init__(self, *, n_prompt: int, n_context: int, n_context_max: int | None = None) -> None:
         self.n_prompt = n_prompt
         self.n_context = n_context
+        self.n_context_max = n_context_max
+        if n_context_max is None:
+            way_out = "raise n_context or shorten the prompt"
+        elif n_prompt < n_context_max:
+            way_out = f"raise n_context (it may go up to {n_context_max}) or shorten the prompt"
+        else:
+            way_out = f"shorten the prompt, the model's own limit is {n_context_max}"
         super().__init__(
-            f"a prompt of {n_prompt} tokens does not fit a context of {n_context}; "
-            "raise --context or shorten the prompt"
+            f"a prompt of {n_prompt} tokens does not fit a context of {n_context}; {way_out}"
         )
 
 

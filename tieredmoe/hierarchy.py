@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tieredmoe.spec import MoESpec
+    from tieredmoe.tier import Source
 
 
 class Hierarchy:
@@ -90,7 +91,13 @@ class Hierarchy:
         try:
             return list(map(of_layer.__getitem__, dict.fromkeys(experts)))
         except KeyError as error:
+            if hasattr(experts, "tolist"):  # a tensor's elements are no ints, its list's are
+                return self.keys(layer, experts.tolist())
             raise ValueError(f"there is no expert {error.args[0]!r}; {self._known()}") from None
+        except TypeError as error:
+            raise ValueError(
+                f"experts are a flat series of ints, not {experts!r}; {self._known()}"
+            ) from error
 
     def count_executed(self, layer: int, n_pairs: int) -> None:
         """Book ``n_pairs`` (token, expert) pairs computed in ``layer``: the audit of top-k."""
@@ -148,16 +155,15 @@ class Hierarchy:
 
     def check(self) -> None:
         """Assert the invariants of every tier; O(n), for tests."""
-        self.top.check()
+        tier: Source = self.top
+        while isinstance(tier, Tier):
+            tier.check()
+            tier = tier.source
 
     async def admit(self, layer: int, keys: list[ExpertKey], *, owner: object = None) -> Lease:
         """A lease on ``keys``, all of ``layer``, for ``owner``: by default the current task."""
         lease = await admit(self._leases, layer, keys, owner=owner)
-        try:
-            self._step()
-        except BaseException:
-            lease.release()
-            raise
+        self._step()
         return lease
 
     def hits(self, layer: int, keys: list[ExpertKey], *, owner: object) -> Lease | None:

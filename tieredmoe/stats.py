@@ -125,7 +125,14 @@ class Stats:
         }
 
     def write(self, path: Path) -> None:
-        """Replace the file ``path`` by this snapshot at once; no reader sees half of one."""
+        """Replace the file ``path`` by this snapshot at once; no reader sees half of one.
+
+        A link is followed, and what is no regular file (a device, a pipe) is written to instead.
+        """
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            path.write_text(json.dumps(self.as_dict()) + "\n")
+            return
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
         partial.replace(path)

@@ -26,6 +26,9 @@ class Recorder:
     def routed(self, layer, ids, weights):
         self._routed.setdefault(layer, []).append((ids, weights))
 
+    def executed(self, layer, n_pairs):
+        assert n_pairs == self._routed[layer][-1][0].numel()
+
     def stream(self, layer, experts):
         return self._experts.stream(layer, experts)
 

@@ -246,10 +246,15 @@ def test_every_contradiction_is_named_in_one_error(source):
         assert fact in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["attention.sliding_window", "hyper_connection.count"])
-def test_a_size_that_is_not_positive_is_refused(source, name):
-    with pytest.raises(MetadataError, match="is 0, not positive"):
-        config(source, metadata={key(name): 0})
+def test_an_embedding_without_axes_is_refused_by_name(source):
+    change = {"token_embd.weight": {"shape": ()}}
+    with pytest.raises(MetadataError, match=r"token_embd\.weight has shape \(\)"):
+        load(Edited(source, change=change))
+
+
+def test_a_block_number_of_thousands_of_digits_is_no_block(source):
+    name = f"blk.{'9' * 5000}.nextn.eh_proj.weight"
+    assert config(source, extra=(name,)).n_layers == 4
 
 
 def test_every_missing_tensor_and_wrong_shape_is_named_before_anything_is_read(source):

@@ -39,6 +39,9 @@ class Interrupted:
     def routed(self, layer, ids, weights):
         pass
 
+    def executed(self, layer, n_pairs):
+        pass
+
     async def stream(self, layer, experts):
         for n, expert in enumerate(experts):
             if layer == self._layer and n == 1:

@@ -3,7 +3,9 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from tieredmoe import (
     BudgetError,
@@ -121,9 +123,154 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(packs):
     assert reason == "stop token"
 
 
-def test_a_prompt_longer_than_the_context_is_refused_before_anything_runs(packs):
-    with pytest.raises(PromptTooLongError, match="20 tokens does not fit a context of 20"):
-        generate(packs / "ids.pack", [3] * 20, n_context=20)
+@pytest.fixture(scope="module")
+def ids_model(packs):
+    """A model that takes token ids only, open; ``generate`` on it is a plain call."""
+    with asyncio.Runner() as runner:
+        model = runner.run(open_model(packs / "ids.pack", SMALL))
+        yield model
+        runner.run(model.close())
+
+
+def test_a_prompt_longer_than_the_context_names_the_setting_and_how_far_it_goes(ids_model):
+    limit = ids_model.model.config.context_length
+    with pytest.raises(
+        PromptTooLongError,
+        match=f"20 tokens does not fit a context of 20; raise n_context .*up to {limit}",
+    ):
+        ids_model.generate([3] * 20, n_context=20)
+
+
+@pytest.mark.parametrize("n_context", [None, 20])
+def test_a_prompt_longer_than_the_model_allows_is_not_told_to_raise_anything(ids_model, n_context):
+    limit = ids_model.model.config.context_length
+    with pytest.raises(PromptTooLongError, match=f"the model's own limit is {limit}") as caught:
+        ids_model.generate([3] * limit, n_context=n_context)
+    assert "raise" not in str(caught.value)
+
+
+def test_every_wrong_setting_is_told_in_one_error_sampling_included(ids_model):
+    with pytest.raises(ConfigError) as caught:
+        ids_model.generate(
+            [5], max_new_tokens=0, chunk_length=0, temperature=-1, top_p=9, seed=-1, n_context=1
+        )
+    names = ("max_new_tokens", "chunk_length", "n_context", "temperature", "top_p", "seed")
+    assert [part.split(" is ")[0] for part in str(caught.value).split(": ")[1].split("; ")] == [
+        *names
+    ]
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "chunk_length", "n_context", "seed"])
+@pytest.mark.parametrize("value", ["8", 8.0, True, [8], torch.tensor(True), torch.tensor([8, 9])])
+def test_a_count_that_is_no_integer_is_refused(ids_model, name, value):
+    with pytest.raises(ConfigError, match=f"{name} is ") as caught:
+        ids_model.generate([5], **{name: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_integers_of_any_library_are_taken_as_settings(packs):
+    eight = {"max_new_tokens": np.int64(8), "n_context": torch.tensor(9), "seed": np.uint8(8)}
+    generation, _ = generate(
+        packs / "ids.pack", [5], chunk_length=np.int16(8), temperature=np.float32(1), **eight
+    )
+    same, _ = generate(packs / "ids.pack", [5], max_new_tokens=8, seed=8, temperature=1.0)
+    assert generation.token_ids == same.token_ids
+
+
+def _prompt_ids(pack, prompt):
+    async def main():
+        async with await open_model(pack, SMALL) as model:
+            return model.generate(prompt)._prompt
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        (3, 4),
+        range(3, 5),
+        np.array([3, 4]),
+        [np.int64(3), np.uint8(4)],
+        torch.tensor([3, 4]),
+        [torch.tensor(3), 4],
+    ],
+)
+def test_ids_come_in_any_sequence_of_integers(ids_model, ids):
+    assert ids_model.generate(ids)._prompt == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Message("user", "Hello"),
+        [Message("user", "Hello")],
+        {"role": "user", "content": "Hello"},
+        [{"role": "user", "content": "Hello"}],
+        ({"content": "Hello", "role": "user", "reasoning": None},),
+    ],
+)
+def test_a_conversation_comes_as_messages_or_as_mappings(packs, prompt):
+    assert _prompt_ids(packs / "text.pack", prompt) == _prompt_ids(packs / "text.pack", "Hello")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "got"),
+    [
+        (b"Hello", "got bytes"),
+        (memoryview(b"Hello"), "got memoryview"),
+        (None, "got NoneType"),
+        (5, "got int"),
+        (torch.tensor(5), "got Tensor"),
+        ({3, 4}, "got set"),
+        ((i for i in (3, 4)), "got generator"),
+        ([3, 4.0], "item 1 is float 4.0"),
+        ([3, True], "item 1 is bool True"),
+        (["Hello"], "item 0 is str 'Hello'"),
+        ([[3, 4]], r"item 0 is list \[3, 4\]"),
+        (np.array([3.5]), "item 0 is float 3.5"),
+        (torch.tensor([[3, 4]]), "item 0 is list"),
+        (torch.tensor([True]), "item 0 is bool True"),
+        ([Message("user", "x"), 3], "item 1 is int 3 among messages, not both"),
+        ([3, {"role": "user", "content": "x"}], "item 1 is dict .* among token ids, not both"),
+        (Message("user", 5), "content is int 5, not text"),
+        ([Message("user", None)], "content is NoneType None, not text"),
+        (Message("assistant", "x", 5), "reasoning is int 5, not text"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content is list .*, not text"),
+        ({"role": None, "content": "x"}, "role is NoneType None, not text"),
+        ({"input_ids": [3], "role": "user"}, "no 'input_ids', there is no 'content'"),
+        ([{"role": "user", "content": "x", 5: 1}], "a message has no 5"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_refused_by_what_it_is(ids_model, prompt, got):
+    with pytest.raises(ConfigError, match=rf"{got}.*accepted: text, .*token ids") as caught:
+        ids_model.generate(prompt)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 2**70])
+def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(ids_model, beyond):
+    n_vocab = ids_model.model.config.vocab_size
+    wrong = -1 if beyond < 0 else n_vocab + beyond
+    with pytest.raises(
+        TokenizerError, match=f"id {wrong} is outside the .*vocabulary of {n_vocab}"
+    ):
+        ids_model.generate([0, n_vocab - 1, wrong])
+
+
+def test_a_second_iteration_of_a_generation_is_refused_and_changes_nothing(packs):
+    async def main():
+        async with await open_model(packs / "ids.pack", SMALL) as model:
+            generation = model.generate([3, 4], max_new_tokens=3)
+            async for _ in generation:
+                pass
+            before = generation.report
+            with pytest.raises(ConfigError, match=r"iterated once; call generate\(\) again"):
+                await anext(aiter(generation))
+            return before, generation.report
+
+    before, after = asyncio.run(main())
+    assert before == after
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -194,11 +195,38 @@ def test_all_wrong_settings_are_told_at_once():
         {"top_p": math.nan},
         {"min_p": -0.1},
         {"seed": 2**64},
+        {"temperature": 10**400},
     ],
 )
 def test_a_setting_outside_its_range_is_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         Sampler(**settings)
+
+
+@pytest.mark.parametrize("value", ["1", True, [1], 1j, torch.tensor([1, 1]), torch.tensor(True)])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "seed"])
+def test_a_setting_that_is_no_number_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is "):
+        Sampler(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed"])
+def test_a_fraction_is_no_integer_setting(name):
+    with pytest.raises(ConfigError, match=f"{name} is 1.0"):
+        Sampler(**{name: 1.0})
+
+
+def test_numbers_of_any_library_draw_what_plain_ones_draw():
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(1))
+    plain = Sampler(temperature=0.5, top_p=0.5, top_k=90, min_p=0.0, seed=7)
+    other = Sampler(
+        temperature=Fraction(1, 2),
+        top_p=np.float32(0.5),
+        top_k=np.int64(90),
+        min_p=0,
+        seed=torch.tensor(7),
+    )
+    assert [other(logits) for _ in range(20)] == [plain(logits) for _ in range(20)]
 
 
 def test_settings_at_the_ends_of_their_ranges_are_taken():

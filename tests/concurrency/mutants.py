@@ -1,69 +1,12 @@
-"""Bugs that the harnesses must find: each is a small edit to the text of one or two functions.
+"""Bugs that the harnesses must find; ``mutation`` says how they get into the code."""
 
-An edit replaces a piece of a function's source, which must be there exactly once: when the code
-moves on, its mutant says so instead of quietly testing nothing.
-"""
-
-import __future__
-
-import inspect
-import textwrap
-
-import attrs
+from mutation import mutant
 
 from tieredmoe import admission, waves
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.lease import Lease, Leases
 from tieredmoe.residency import Residency
 from tieredmoe.tier import CopyFill, Tier, load_error
-
-
-@attrs.frozen
-class Edit:
-    """In ``function``, ``old`` becomes ``new``."""
-
-    function: object
-    old: str
-    new: str
-
-
-@attrs.frozen
-class Mutant:
-    """A bug, in words, and how to make it."""
-
-    bug: str
-    edits: tuple[Edit, ...]
-
-    def __str__(self):
-        return self.bug
-
-    def infect(self, monkeypatch):
-        """Put the bug in; ``monkeypatch`` takes it out again."""
-        for function in dict.fromkeys(edit.function for edit in self.edits):
-            edits = [edit for edit in self.edits if edit.function is function]
-            monkeypatch.setattr(function, "__code__", _mutated(function, edits))
-
-
-def _mutated(function, edits):
-    source = textwrap.dedent(inspect.getsource(function))
-    for edit in edits:
-        found = source.count(edit.old)
-        assert found == 1, (
-            f"{function.__qualname__} has {edit.old!r} {found} times; mend the mutant"
-        )
-        source = source.replace(edit.old, edit.new)
-    made = {}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(source, "<mutant>", "exec", flags=flags), function.__globals__, made)
-    remade = made[function.__name__]
-    return (remade.fget if isinstance(remade, property) else remade).__code__
-
-
-def mutant(bug, function, old, new="pass", *more):
-    """A mutant of one edit, or of several: ``more`` goes on with function, old, new."""
-    rest = [Edit(*more[i : i + 3]) for i in range(0, len(more), 3)]
-    return Mutant(bug, (Edit(function, old, new), *rest))
-
 
 SEEDED = [
     mutant(
@@ -210,6 +153,23 @@ OF_TIERS = [
         "unwanted",
     ),
     mutant("whoever fits jumps the queue", Tier.try_admit, "if self._queue:", "if False:"),
+    mutant(
+        "full hits of other threads overtake the queue",
+        Tier.try_hits,
+        "None if self._queue else self",
+        "self",
+    ),
+    mutant("what a thread gives back wakes nobody", Tier.unpin_landed, "post(self.pump)"),
+    mutant(
+        "a release inside the mutex is forgotten",
+        Tier.unpin,
+        "asyncio.get_running_loop().call_soon(self.unpin, entries)",
+    ),
+    mutant(
+        "a thread's release inside the mutex is forgotten",
+        Tier.unpin_landed,
+        "post(partial(self.unpin, entries))",
+    ),
     mutant("a drained tier does not say so", Tier._end_transfer, "future.set_result(None)"),
     mutant("shutting refuses nobody", Tier.shut, "ticket.on_refused", "str"),
     mutant("a shut tier takes new work", Tier._check_open, "if self._closed:", "if False:"),

@@ -285,6 +285,7 @@ class Stage:
 
     def assert_closed(self):
         self.at_rest()
+        assert self.hierarchy.closed
         assert all(memory_is_gone(tier.arena) for tier in self.tiers)
 
 

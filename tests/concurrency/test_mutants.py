@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import test_closing
 import test_device
+import test_failing_reads
+import test_fast_path
 import test_foreign_parts
 import test_holding
 import test_races
@@ -25,14 +27,22 @@ import test_streams
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants import MUTANTS
+from mutation import mutant
 from stepping import SCENARIOS, cancel_at_every_step, close_at_every_step
 from storm import storm
 
 EVERY_HARNESS = bool(os.environ.get("TIEREDMOE_EVERY_HARNESS"))
 TESTS = Path(__file__).parent.parent
 DIRECTED = (
-    test_races, test_closing, test_holding, test_streams, test_device, test_foreign_parts
-)  # fmt: skip
+    test_races,
+    test_failing_reads,
+    test_closing,
+    test_holding,
+    test_streams,
+    test_device,
+    test_foreign_parts,
+    test_fast_path,
+)
 
 
 def load(path):
@@ -44,9 +54,9 @@ def load(path):
 
 
 def cases(module):
-    """The tests of ``module``, one call for each set of parameters."""
+    """The tests of ``module`` that need no fixture, one call for each set of parameters."""
     for name, test in vars(module).items():
-        if not name.startswith("test_"):
+        if not name.startswith("test_") or "tmp_path" in inspect.signature(test).parameters:
             continue
         marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
         for choice in product(*(arguments_of(mark) for mark in marks)):
@@ -96,8 +106,7 @@ def machine():
 def replays():
     module = load(TESTS / "sim" / "test_replay.py")
     for case in cases(module):
-        if "n_steps" not in inspect.signature(case).parameters:
-            case()
+        case()
 
 
 HARNESSES = (races, machine, storms, replays, cancels, closes)
@@ -118,11 +127,11 @@ def finding(harness):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_a_known_bug_is_found(mutant, monkeypatch):
+@pytest.mark.parametrize("bug", MUTANTS, ids=str)
+def test_a_known_bug_is_found(bug, monkeypatch):
     found = {}
     with monkeypatch.context() as patched:
-        mutant.infect(patched)
+        bug.infect(patched)
         for harness in HARNESSES:
             what = finding(harness)
             if what is not None:
@@ -130,12 +139,11 @@ def test_a_known_bug_is_found(mutant, monkeypatch):
                 if not EVERY_HARNESS:
                     break
     for name, what in found.items():
-        print(f"{mutant}: found by {name}: {what}")  # noqa: T201 (that is what -rP is for)
-    assert found, f"no harness sees: {mutant}"
+        print(f"{bug}: found by {name}: {what}")  # noqa: T201 (that is what -rP is for)
+    assert found, f"no harness sees: {bug}"
 
 
 def test_a_mutant_whose_code_is_gone_says_so(monkeypatch):
-    gone = MUTANTS[0].edits[0].function
-    lost = type(MUTANTS[0])("gone", (type(MUTANTS[0].edits[0])(gone, "no such code", ""),))
+    function = MUTANTS[0].edits[0].function
     with pytest.raises(AssertionError, match="mend the mutant"):
-        lost.infect(monkeypatch)
+        mutant("gone", function, "no such code").infect(monkeypatch)

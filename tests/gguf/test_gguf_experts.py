@@ -175,6 +175,12 @@ def test_all_missing_keys_are_in_one_error():
         find_experts(source(moe(), block_count=None, expert_used_count=None))
 
 
+@pytest.mark.parametrize("n_layers", [2**40, 7, 0, -1])
+def test_a_layer_count_that_the_tensors_cannot_fill_is_named(n_layers):
+    with pytest.raises(MetadataError, match=rf"deepseek4\.block_count is {n_layers}, not a count"):
+        find_experts(source(moe(), block_count=n_layers))
+
+
 def test_a_model_without_a_file_can_be_refused_too():
     with pytest.raises(GGUFError, match="the model: has no routed experts"):
         find_experts(source({}, path=None))

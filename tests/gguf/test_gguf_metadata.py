@@ -4,6 +4,7 @@ import pytest
 
 from tieredmoe.errors import MetadataError
 from tieredmoe.gguf import Metadata, MetadataReader
+from tieredmoe.gguf.metadata import LAYER_MAX
 
 
 def reader(**values):
@@ -58,7 +59,7 @@ def test_what_is_no_integer_is_reported(raw):
 
 
 @pytest.mark.parametrize(
-    ("raw", "value"), [(1.5, 1.5), (2, 2.0), ([0.5, 0.5], 0.5), (True, 1.0), (math.inf, math.inf)]
+    ("raw", "value"), [(1.5, 1.5), (2, 2.0), ([0.5, 0.5], 0.5), (True, 1.0), (-1e308, -1e308)]
 )
 def test_a_number_comes_in_many_spellings(raw, value):
     read = reader(k=raw)
@@ -67,11 +68,11 @@ def test_a_number_comes_in_many_spellings(raw, value):
     assert (found, type(found)) == (value, float)
 
 
-@pytest.mark.parametrize("raw", ["1.5", math.nan, [1.0, 2.0], []])
+@pytest.mark.parametrize("raw", ["1.5", math.nan, math.inf, -math.inf, [1.0, 2.0], [], 10**400])
 def test_what_is_no_number_is_reported(raw):
     read = reader(k=raw)
     read.number("k")
-    assert "not a number" in problems(read)
+    assert "not a finite number" in problems(read)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,33 @@ def test_numbers_and_strings_are_read_like_integers():
     assert read.numbers("one", length=2) == (10.0, 10.0)
     assert read.strings("s") == ("a", "b")
     read.finish()
+
+
+@pytest.mark.parametrize("raw", [[1.0, math.inf], [math.nan, 1.0], -math.inf])
+def test_numbers_that_are_not_finite_are_reported(raw):
+    read = reader(k=raw)
+    assert read.numbers("k", length=2) == (1.0, 1.0)
+    assert "not 2 finite numbers" in problems(read)
+
+
+@pytest.mark.parametrize("raw", [1, 6, 6.0])
+def test_a_layer_count_is_one_that_the_tensors_can_fill(raw):
+    read = reader(block_count=raw)
+    assert read.layer_count(n_tensors=6) == raw
+    read.finish()
+
+
+@pytest.mark.parametrize("raw", [7, 0, -1, 2**40, 2**64, "6"])
+def test_a_layer_count_beyond_the_tensors_is_reported_and_harmless(raw):
+    read = reader(block_count=raw)
+    assert read.layer_count(n_tensors=6) == 1
+    assert f"arch.block_count is {raw!r}, not a count of 1 to 6 layers" in problems(read)
+
+
+def test_no_number_of_tensors_makes_a_layer_count_unbounded():
+    read = reader(block_count=LAYER_MAX + 1)
+    assert read.layer_count(n_tensors=2**40) == 1
+    assert f"not a count of 1 to {LAYER_MAX} layers" in problems(read)
 
 
 def test_the_first_alias_that_is_present_counts():

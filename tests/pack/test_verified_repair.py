@@ -85,7 +85,7 @@ def test_a_gguf_that_changed_since_it_was_opened_repairs_nothing(path, model, ch
         scenario, path, slots=(4,), repair=lambda pack: open_repair(pack, model.paths[0])
     )
     assert isinstance(error.__cause__, GGUFError)
-    assert f"could not be repaired: {error.__cause__}" in error.__notes__[0]
+    assert f"could not be repaired: {error.__cause__}" in str(error)
     assert fact in str(error.__cause__)
     assert counts == ({"digest": 1}, 2, 0)
 

@@ -3,5 +3,14 @@
 from tieredmoe.adapters.chat import Message
 from tieredmoe.adapters.generation import Generation, GenerationReport, Piece
 from tieredmoe.adapters.language_model import LanguageModel, open_model
+from tieredmoe.adapters.preflight import check_model
 
-__all__ = ["Generation", "GenerationReport", "LanguageModel", "Message", "Piece", "open_model"]
+__all__ = [
+    "Generation",
+    "GenerationReport",
+    "LanguageModel",
+    "Message",
+    "Piece",
+    "check_model",
+    "open_model",
+]

@@ -69,6 +69,9 @@ class DenseExperts:
     def routed(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Ignore the routing: nothing here depends on it."""
 
+    def executed(self, layer: int, n_pairs: int) -> None:
+        """Ignore the audit: no counters are kept."""
+
     async def stream(self, layer: int, experts: Sequence[int]) -> AsyncGenerator[Portion, None]:
         """Yield all ``experts`` at once, in the order asked for."""
         yield [(expert, self.record(layer, expert)) for expert in experts]

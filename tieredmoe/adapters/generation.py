@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 import torch
 
-from tieredmoe.errors import PromptTooLongError
+from tieredmoe.errors import ConfigError, PromptTooLongError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -71,7 +71,7 @@ class GenerationReport:
 
 @attrs.define(eq=False)
 class Generation:
-    """An async iterable of ``Piece``, to be iterated once.
+    """An async iterable of ``Piece``, to be iterated once; ``ConfigError`` the second time.
 
     Cancelling the iterating task ends it cleanly at the next await: the model's state is dropped,
     every lease is given back and ``report`` tells how far it came.
@@ -95,7 +95,11 @@ class Generation:
 
     def __attrs_post_init__(self) -> None:
         if len(self._prompt) + 1 > self._n_context:
-            raise PromptTooLongError(n_prompt=len(self._prompt), n_context=self._n_context)
+            raise PromptTooLongError(
+                n_prompt=len(self._prompt),
+                n_context=self._n_context,
+                n_context_max=self._model.config.context_length,
+            )
 
     @property
     def token_ids(self) -> list[int]:
@@ -119,7 +123,8 @@ class Generation:
         )
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
-        assert not self._marks, "a generation is iterated once"
+        if self._marks:
+            raise ConfigError("a generation is iterated once; call generate() again")
         self._mark()
         try:
             state = self._model.new_state(self._n_context)

@@ -7,18 +7,19 @@ an engine that wants other parts uses those directly.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import torch
 
-from tieredmoe.adapters.chat import Message
 from tieredmoe.adapters.generation import Generation
+from tieredmoe.adapters.prompt import require_in_vocabulary, split_prompt
 from tieredmoe.adapters.registry import adapter_for
-from tieredmoe.adapters.sampling import Sampler
+from tieredmoe.adapters.sampling import Sampler, sampling_problems
+from tieredmoe.adapters.settings import integer_from, setting_problems
 from tieredmoe.adapters.tiered_experts import TieredExperts
 from tieredmoe.adapters.tokenizer import Tokenizer, require_tokenizer
 from tieredmoe.chain import open_hierarchy
@@ -28,12 +29,11 @@ from tieredmoe.pack import Pack, open_pack
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from tieredmoe.adapters.prompt import Prompt
     from tieredmoe.adapters.protocol import Adapter, Model, Progress
     from tieredmoe.config import HierarchyConfig
     from tieredmoe.hierarchy import Hierarchy
     from tieredmoe.stats import Stats
-
-Prompt = str | Sequence[int] | Sequence["Message"]
 
 
 async def open_model(
@@ -51,6 +51,7 @@ async def open_model(
     """
     pack = await asyncio.to_thread(open_pack, Path(path))
     adapter = adapter_for(pack.metadata)
+    adapter.check(pack)
     tokenizer = Tokenizer.from_metadata(pack.metadata)
     async with AsyncExitStack() as opened:
         # The tiers first: whether the budget suffices is known before gigabytes are loaded.
@@ -97,35 +98,28 @@ class LanguageModel:
     ) -> Generation:
         """An async iterable of ``Piece``: ``async for piece in model.generate("…"): print(piece)``.
 
-        ``prompt`` is a user's message, a conversation (``Message``), or token ids, which are used
-        as they are. ``n_context`` bounds prompt and answer together (default: what is needed, up to
-        the model's own). Prefill goes in chunks of ``chunk_length`` tokens. Temperature 0 is
-        greedy.
+        ``prompt`` is a user's text, a conversation (``Message``, or mappings with role and
+        content), or token ids (any integers, a 1-D array too), which are used as they are.
+        ``n_context`` bounds prompt and answer together (default: what is needed, up to the model's
+        own). Prefill goes in chunks of ``chunk_length`` tokens. Temperature 0 is greedy.
 
-        Raises ``PromptTooLongError``, ``TokenizerError`` (text for a model without a tokenizer),
-        ``ConfigError`` listing every setting out of range.
+        Raises, before anything runs, ``ConfigError`` listing every setting that is wrong or naming
+        what is no prompt, ``TokenizerError`` (text for a model without a tokenizer, an id outside
+        the vocabulary), ``PromptTooLongError``.
         """
-        limit = self.model.config.context_length
-        raise_config_problems(
-            "generate",
-            [
-                f"{name} is {value}, it must be {rule}"
-                for name, value, rule, ok in (
-                    ("max_new_tokens", max_new_tokens, "1 or more", max_new_tokens >= 1),
-                    ("chunk_length", chunk_length, "1 or more", chunk_length >= 1),
-                    (
-                        "n_context",
-                        n_context,
-                        f"from 2 to {limit}",
-                        n_context is None or 2 <= n_context <= limit,
-                    ),
-                )
-                if not ok
-            ],
+        config = self.model.config
+        problems = _length_problems(
+            max_new_tokens, chunk_length, n_context, n_context_max=config.context_length
         )
+        problems += sampling_problems(temperature=temperature, top_p=top_p, seed=seed)
+        raise_config_problems("generate", problems)
+        max_new_tokens, chunk_length = index(max_new_tokens), index(chunk_length)
+
         ids = self.prompt_ids(prompt, thinking=thinking)
         if not ids:
             raise ConfigError("generate: the prompt has no tokens")
+        require_in_vocabulary(ids, config.vocab_size)
+        needed = min(config.context_length, len(ids) + max_new_tokens)
         return Generation(
             model=self.model,
             experts=TieredExperts(self.hierarchy),
@@ -135,18 +129,15 @@ class LanguageModel:
             tokenizer=self.tokenizer,
             stop_ids=self.tokenizer.stop_ids if self.tokenizer else frozenset(),
             max_new_tokens=max_new_tokens,
-            n_context=n_context or min(limit, len(ids) + max_new_tokens),
+            n_context=needed if n_context is None else index(n_context),
             chunk_length=chunk_length,
         )
 
     def prompt_ids(self, prompt: Prompt, *, thinking: bool = False) -> list[int]:
         """The token ids of ``prompt``; text becomes a chat turn in the model's own form."""
-        items = [Message("user", prompt)] if isinstance(prompt, str) else prompt
-        messages = [item for item in items if isinstance(item, Message)]
+        messages, ids = split_prompt(prompt)
         if not messages:
-            return [int(item) for item in items if not isinstance(item, Message)]
-        if len(messages) < len(items):
-            raise ConfigError("generate: a prompt is token ids or messages, not both")
+            return ids
         tokenizer = require_tokenizer(self.tokenizer)
         return self.adapter.encode_chat(tokenizer, messages, thinking=thinking)
 
@@ -168,3 +159,23 @@ class LanguageModel:
         tb: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+def _length_problems(
+    max_new_tokens: object, chunk_length: object, n_context: object, *, n_context_max: int
+) -> list[str]:
+    n_new, n_chunk = integer_from(max_new_tokens), integer_from(chunk_length)
+    n_whole = integer_from(n_context)
+    positive = "an integer, 1 or more"
+    return setting_problems(
+        [
+            ("max_new_tokens", max_new_tokens, positive, n_new is not None and n_new >= 1),
+            ("chunk_length", chunk_length, positive, n_chunk is not None and n_chunk >= 1),
+            (
+                "n_context",
+                n_context,
+                f"an integer from 2 to {n_context_max}",
+                n_context is None or (n_whole is not None and 2 <= n_whole <= n_context_max),
+            ),
+        ]
+    )

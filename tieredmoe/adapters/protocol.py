@@ -45,9 +45,12 @@ class ExpertProvider(Protocol):
     def routed(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """A router has chosen: ``ids`` int64 [T, k] and ``weights`` float32 [T, k], routing order.
 
-        Called once per layer of a step, before ``stream``. For audits, counters and prediction; the
-        tensors are only to be read.
+        Called once per layer of a step, before ``stream``. For traces and prediction; the tensors
+        are only to be read.
         """
+
+    def executed(self, layer: int, n_pairs: int) -> None:
+        """``n_pairs`` (token, expert) pairs of ``layer`` have been computed: the audit of top-k."""
 
     def stream(self, layer: int, experts: Sequence[int]) -> AsyncGenerator[Portion, None]:
         """Yield portions that together hold each of ``experts`` (distinct) exactly once.
@@ -120,6 +123,9 @@ class Adapter(Protocol):
     """One architecture: makes its model from a file, and its prompt from a conversation."""
 
     architecture: ClassVar[str]
+
+    def check(self, source: TensorSource) -> None:
+        """Raise what ``load`` would raise of ``source``, without reading a weight."""
 
     def load(
         self, source: TensorSource, *, device: torch.device, progress: Progress | None = None

@@ -9,14 +9,67 @@ random numbers differs between devices.
 
 from __future__ import annotations
 
-import math
-
 import attrs
 import torch
+from attrs.converters import optional
 
+from tieredmoe.adapters.settings import integer_from, number_from, setting_problems
 from tieredmoe.errors import LogitsError, raise_config_problems
 
 _N_RANKED_FIRST = 1024
+
+
+def sampling_problems(
+    *,
+    temperature: object,
+    top_p: object,
+    seed: object,
+    top_k: object = None,
+    min_p: object = None,
+) -> list[str]:
+    """One line for each setting of a ``Sampler`` that is of the wrong type or out of range."""
+    degrees, share, least = number_from(temperature), number_from(top_p), number_from(min_p)
+    n_kept, start = integer_from(top_k), integer_from(seed)
+    return setting_problems(
+        [
+            ("temperature", temperature, "a number from 0", degrees is not None and degrees >= 0),
+            (
+                "top_p",
+                top_p,
+                "a number above 0 and at most 1",
+                share is not None and 0 < share <= 1,
+            ),
+            (
+                "top_k",
+                top_k,
+                "an integer, 1 or more; None keeps all",
+                top_k is None or (n_kept is not None and n_kept >= 1),
+            ),
+            (
+                "min_p",
+                min_p,
+                "a number from 0 to 1; None keeps all",
+                min_p is None or (least is not None and 0 <= least <= 1),
+            ),
+            (
+                "seed",
+                seed,
+                "an integer from 0 to 2**64 - 1",
+                start is not None and 0 <= start < 2**64,
+            ),
+        ]
+    )
+
+
+def _as_number(value: float) -> float:
+    # What is no number stays as it is, for the message that refuses it.
+    number = number_from(value)
+    return value if number is None else number
+
+
+def _as_integer(value: int) -> int:
+    integer = integer_from(value)
+    return value if integer is None else integer
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -32,28 +85,24 @@ class Sampler:
         seed: of the random numbers, in [0, 2**64).
 
     Raises:
-        ConfigError: settings outside their range; all of them are listed.
+        ConfigError: settings of the wrong type or outside their range; all of them are listed.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int = 0
+    temperature: float = attrs.field(default=0.0, converter=_as_number)
+    top_p: float = attrs.field(default=1.0, converter=_as_number)
+    top_k: int | None = attrs.field(default=None, converter=optional(_as_integer))
+    min_p: float | None = attrs.field(default=None, converter=optional(_as_number))
+    seed: int = attrs.field(default=0, converter=_as_integer)
     _generator: torch.Generator = attrs.field(init=False, repr=False, factory=torch.Generator)
 
     def __attrs_post_init__(self) -> None:
-        problems = []
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            problems.append(f"temperature is {self.temperature}, it must be a number from 0")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p is {self.top_p}, it must be above 0 and at most 1")
-        if self.top_k is not None and self.top_k < 1:
-            problems.append(f"top_k is {self.top_k}, it must be 1 or more; None keeps all")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            problems.append(f"min_p is {self.min_p}, it must be from 0 to 1; None keeps all")
-        if not 0 <= self.seed < 2**64:
-            problems.append(f"seed is {self.seed}, it must be from 0 to 2**64 - 1")
+        problems = sampling_problems(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+        )
         raise_config_problems("sampling", problems)
         self._generator.manual_seed(self.seed)
 

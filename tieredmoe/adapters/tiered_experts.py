@@ -32,9 +32,11 @@ class TieredExperts:
         return self._hierarchy.spec
 
     def routed(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Book the (token, expert) pairs that this step executes: the audit of top-k."""
-        del weights
-        self._hierarchy.count_executed(layer, ids.numel())
+        """Ignore the routing: nothing here predicts yet."""
+
+    def executed(self, layer: int, n_pairs: int) -> None:
+        """Book the (token, expert) pairs that were computed: the audit of top-k."""
+        self._hierarchy.count_executed(layer, n_pairs)
 
     async def stream(self, layer: int, experts: Sequence[int]) -> AsyncGenerator[Portion, None]:
         """Yield ``experts`` as they land, hits first, in waves if the tier cannot hold all."""

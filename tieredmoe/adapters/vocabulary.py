@@ -86,7 +86,8 @@ class Vocabulary:
         if tokens and types:
             problems += _check_text_tokens(tokens, types, merges)
         if problems:
-            raise TokenizerError("tokenizer metadata: " + "; ".join(problems))
+            where = getattr(metadata, "path", None) or "tokenizer metadata"
+            raise TokenizerError(f"{where}: {'; '.join(problems)}")
         add_bos = bool(integral(_plain(get("add_bos_token"))))
         return cls(get("pre"), tokens, types, merges, ids, bos, eos, pad, eot, add_bos)
 

@@ -55,15 +55,15 @@ def find_experts(source: TensorSource) -> ExpertTensors:
     """The routed experts of ``source``, every role of every routed layer checked.
 
     Layers from ``block_count`` on, and layers with ``nextn`` tensors, belong to multi-token
-    prediction and are not routed here. Raises ``MetadataError`` for missing keys and ``GGUFError``
-    with every fault of the expert tensors.
+    prediction and are not routed here. Raises ``MetadataError`` for missing keys and an impossible
+    ``block_count``, and ``GGUFError`` with every fault of the expert tensors.
     """
     metadata = source.metadata
     path = metadata.path or "the model"
     n_named = sum(_EXPERT_TENSOR.fullmatch(name) is not None for name in source.tensors)
     reader = MetadataReader(metadata, metadata.architecture)
     if n_named:
-        n_layers = reader.integer("block_count")
+        n_layers = reader.layer_count(n_tensors=len(source.tensors))
         top_k = reader.integer("expert_used_count")
         n_experts = reader.integer("expert_count", default=None)
         reader.finish()

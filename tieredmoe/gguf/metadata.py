@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _LITERAL_NAMESPACES = ("general.", "tokenizer.", "split.")
 """Keys of these namespaces are the same for every architecture, so readers never prefix them."""
 
+LAYER_MAX = 1024
+"""More layers than any model has: readers build lists of this length from one number of a file."""
+
 T = TypeVar("T")
 V = TypeVar("V")
 
@@ -115,12 +118,28 @@ class MetadataReader:
         """An integer of any width, signed or not."""
         return self._read(names, default, _INTEGER)
 
+    def layer_count(self, *, n_tensors: int) -> int:
+        """``block_count``, safe to build lists of: at most ``LAYER_MAX`` and ``n_tensors``.
+
+        Every layer has a tensor, so a file that claims more layers than tensors is wrong.
+        """
+        most = min(LAYER_MAX, n_tensors)
+
+        def convert(value: object) -> int | None:
+            count = integral(value)
+            return count if count is not None and 1 <= count <= most else None
+
+        wanted = f"a count of 1 to {most} layers"
+        count = self._read(("block_count",), _Default.REQUIRED, _Kind(wanted, wanted, convert, 1))
+        assert isinstance(count, int), "converted, or harmless"
+        return count
+
     @overload
     def number(self, *names: str) -> float: ...
     @overload
     def number(self, *names: str, default: V) -> float | V: ...
     def number(self, *names: str, default: object = _Default.REQUIRED) -> object:
-        """A float; integers count, NaN does not."""
+        """A finite float; integers count, NaN and the infinities do not."""
         return self._read(names, default, _NUMBER)
 
     @overload
@@ -164,7 +183,7 @@ class MetadataReader:
     def numbers(
         self, *names: str, length: int | None = None, default: object = _Default.REQUIRED
     ) -> object:
-        """Floats; ``length`` as for ``integers``."""
+        """Finite floats; ``length`` as for ``integers``."""
         return self._read_all(names, default, _NUMBER, length)
 
     @overload
@@ -222,9 +241,13 @@ def integral(value: object) -> int | None:
 
 def _real(value: object) -> float | None:
     item = _only(value)
-    if isinstance(item, int | float) and not math.isnan(item):
-        return float(item)
-    return None
+    if not isinstance(item, int | float):
+        return None
+    try:
+        number = float(item)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _boolean(value: object) -> bool | None:
@@ -245,7 +268,7 @@ def _only(value: object) -> object:
 
 
 _INTEGER = _Kind("an integer", "integers", integral, 1)
-_NUMBER = _Kind("a number", "numbers", _real, 1.0)
+_NUMBER = _Kind("a finite number", "finite numbers", _real, 1.0)
 _FLAG = _Kind("a flag", "flags", _boolean, False)
 _TEXT = _Kind("a string", "strings", _string, "")
 

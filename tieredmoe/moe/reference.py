@@ -107,6 +107,8 @@ class RoutedBatch:
         groups = zip(pairs.split(sizes), (pairs // ids.shape[1]).split(sizes), strict=True)
         self._groups = dict(zip(experts.tolist(), groups, strict=True))
         self._waiting = set(self._groups)
+        self.n_executed = 0
+        """(token, expert) pairs computed so far."""
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -120,6 +122,7 @@ class RoutedBatch:
         pairs, tokens = self._groups[expert]
         x = self._x[tokens]
         self._outputs[pairs] = down(self._activation(gate(x), up(x)))
+        self.n_executed += len(x)
 
     def finish(self) -> torch.Tensor:
         """The weighted sum over k in routing order, float32 [T, H]; every expert has been added."""

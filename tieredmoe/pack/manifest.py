@@ -69,6 +69,18 @@ class Manifest:
             }
         )
 
+    @cached_property
+    def tensor_digests(self) -> Mapping[str, bytes]:
+        """Per tensor, the digests of its pieces (one, or one per expert), end to end."""
+        return MappingProxyType(
+            {
+                segment.tensor: digests
+                for shard, of_shard in zip(self.layout.shards, self.digests, strict=True)
+                for segment, digests in zip(shard.segments, of_shard, strict=True)
+                if segment.tensor is not None
+            }
+        )
+
     def role_digests(self, key: ExpertKey) -> tuple[bytes, ...]:
         """The digests of one expert's slabs, in the order of ``ROLES``; ``KeyError`` if unknown."""
         if not 0 <= key.expert < self.layout.spec.n_experts:

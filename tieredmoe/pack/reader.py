@@ -7,6 +7,8 @@ headers takes; full digests are ``verify_pack``'s business.
 
 from __future__ import annotations
 
+import itertools
+import stat
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +21,7 @@ from tieredmoe.errors import GGUFError, MetadataError, PackError
 from tieredmoe.gguf import GGUFHeader, Metadata, MetadataReader, merge_headers, parse_header
 from tieredmoe.gguf.files import opened, read_exactly
 from tieredmoe.pack.document import parse_manifest
-from tieredmoe.pack.manifest import MANIFEST_NAME, Manifest, digest_of
+from tieredmoe.pack.manifest import DIGEST_NBYTES, MANIFEST_NAME, Manifest, digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,7 +69,9 @@ class Pack:
     def read(self, name: str) -> NDArray[np.uint8]:
         """The raw bytes of one tensor, a fresh writable 1-D array; experts are gathered.
 
-        Raises ``KeyError`` for an unknown name and ``PackError`` when a file cannot be read.
+        Always compared with their digests: it costs little beside the reading, and a wrong dense
+        weight spoils every token. Raises ``KeyError`` for an unknown name and ``PackError`` when a
+        file cannot be read or holds other bytes.
         """
         data = np.empty(self.tensors[name].nbytes, dtype=np.uint8)
         if not data.nbytes:
@@ -76,32 +80,38 @@ class Pack:
         extents = list(layout.tensor_extents(name))
         # The pieces of one tensor are in one file.
         path = self.path / layout.files[extents[0].file_index].name
+        digests = self.manifest.tensor_digests[name]
         done = 0
         with as_pack_errors(), opened(path) as (fd, _):
-            for extent in extents:
+            for i, extent in enumerate(extents):
                 target = data.data[done : done + extent.nbytes]
                 read_exactly(fd, target, offset=extent.offset, path=path)
+                if digest_of(target) != digests[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES]:
+                    raise PackError(
+                        path,
+                        f"is damaged: tensor {name!r} does not match its digest; "
+                        "`tieredmoe pack verify` lists all damage",
+                    )
                 done += extent.nbytes
         return data
 
     def check_source(self, inventory: GGUFInventory) -> None:
-        """Raise ``PackError`` unless this is a pack of ``inventory``; reads its headers.
+        """Raise ``PackError`` unless this is a pack of ``inventory``: sizes, headers, samples.
 
-        Names may differ; sizes and headers (metadata, tokenizer, tensors) must not.
+        Names may differ. Compared are the headers, every small tensor (norms differ in any two
+        fine-tunes of a model) and a few large pieces, so that a model of any size takes no longer
+        than a second or two.
         """
-        ours = [
-            (shard.nbytes, digests[0])
-            for shard, digests in zip(
-                self.manifest.layout.shards, self.manifest.digests, strict=True
-            )
+        layout = self.manifest.layout
+        same = [shard.nbytes for shard in layout.shards] == [
+            shard.file_nbytes for shard in inventory.shards
         ]
-        theirs = []
-        for shard in inventory.shards:
-            header = bytearray(min(shard.data_offset, shard.file_nbytes))
-            with opened(shard.path) as (fd, _):
-                read_exactly(fd, memoryview(header), offset=0, path=shard.path)
-            theirs.append((shard.file_nbytes, digest_of(header)))
-        if ours != theirs:
+        if not same or not all(
+            _matches(layout, i, shard.path, digests)
+            for i, (shard, digests) in enumerate(
+                zip(inventory.shards, self.manifest.digests, strict=True)
+            )
+        ):
             raise PackError(
                 self.path,
                 f"is a pack of another model than {inventory.shards[0].path}; name another pack",
@@ -113,7 +123,7 @@ def open_pack(path: Path | str) -> Pack:
 
     Raises ``PackError``: not a pack, or damaged, or of a newer format.
     """
-    path = Path(path)
+    path = Path(path).absolute()
     manifest_path = path / MANIFEST_NAME
     manifest = parse_manifest(_read_manifest(manifest_path), manifest_path)
     _check_sizes(path, manifest.layout)
@@ -135,20 +145,51 @@ def as_pack_errors() -> Iterator[None]:
 
 
 def _read_manifest(path: Path) -> bytes:
-    if not path.parent.exists():
-        raise PackError(path.parent, "does not exist")
-    if path.parent.is_file():
-        raise PackError(
-            path.parent, "is a file, not a pack; make one of it with `tieredmoe pack create`"
-        )
-    if not path.is_file():
-        raise PackError(path.parent, f"is not a pack, or not a whole one: no {MANIFEST_NAME} in it")
+    try:
+        if not stat.S_ISDIR(path.parent.stat().st_mode):
+            raise PackError(
+                path.parent, "is a file, not a pack; make one of it with `tieredmoe pack create`"
+            )
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise PackError(path, "is not a regular file")
+    except FileNotFoundError as error:
+        fact = f"is not a pack, or not a whole one: no {MANIFEST_NAME} in it"
+        raise PackError(path.parent, fact if path.parent.is_dir() else "does not exist") from error
+    except (OSError, ValueError) as error:
+        raise PackError(path.parent, f"cannot be opened: {error}") from error
     with as_pack_errors(), opened(path) as (fd, status):
         if status.st_size > MANIFEST_NBYTES_MAX:
             raise PackError(path, f"has {status.st_size:,} bytes, too many for a manifest")
         data = bytearray(status.st_size)
         read_exactly(fd, memoryview(data), offset=0, path=path)
         return bytes(data)
+
+
+SMALL_NBYTES = 64 << 10
+"""Tensors up to this size are all compared with a source: norms, biases, tables of scales."""
+
+N_SAMPLES = 8
+"""So many larger pieces of each shard are compared with a source."""
+
+
+def _matches(layout: PackLayout, shard_index: int, path: Path, digests: tuple[bytes, ...]) -> bool:
+    """Whether the file ``path`` has the header, small tensors and samples of this shard."""
+    shard = layout.shards[shard_index]
+    starts = itertools.accumulate((segment.nbytes for segment in shard.segments), initial=0)
+    pieces = [  # the first of each segment; the header is that of segment 0
+        (start, segment.nbytes // layout.n_pieces(segment), of_segment[:DIGEST_NBYTES])
+        for start, segment, of_segment in zip(starts, shard.segments, digests, strict=False)
+    ]
+    large = [piece for piece in pieces[1:] if piece[1] > SMALL_NBYTES]
+    chosen = pieces[:1] + [piece for piece in pieces[1:] if piece[1] <= SMALL_NBYTES]
+    chosen += large[:: max(1, len(large) // N_SAMPLES)]
+    with opened(path) as (fd, _):
+        for start, nbytes, digest in chosen:
+            data = bytearray(nbytes)
+            read_exactly(fd, memoryview(data), offset=start, path=path)
+            if digest_of(data) != digest:
+                return False
+    return True
 
 
 def _check_sizes(path: Path, layout: PackLayout) -> None:

@@ -221,7 +221,7 @@ class VerifiedFill:
 
     def _repair_ended(self, error: BaseException, repair: asyncio.Future[None]) -> None:
         if problem := repair.exception():
-            error.add_note(f"and it could not be repaired: {problem}")
+            error.args = (error.args[0], f"{error}; it could not be repaired: {problem}")
             error.__cause__ = problem
             self._fail(error)
             return

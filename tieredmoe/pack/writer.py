@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import xxhash
@@ -73,7 +73,13 @@ async def create_pack(
     problem found before the first byte is written. Cancelling removes what was written and returns
     when that is done.
     """
-    return await run_in_thread(partial(_convert, source, Path(dest), file_nbytes_max), progress)
+    work = partial(_convert, _settled(source), _settled(Path(dest)), file_nbytes_max)
+    return await run_in_thread(work, progress)
+
+
+def _settled(place: Path | str | GGUFInventory) -> Any:
+    """A path as it is now: the work goes on elsewhere while the working directory may change."""
+    return place if isinstance(place, GGUFInventory) else Path(place).absolute()
 
 
 def plan_inventory(inventory: GGUFInventory, *, file_nbytes_max: int | None = None) -> PackLayout:

@@ -34,7 +34,50 @@ _SQRT_SOFTPLUS = 4
 _NO_CLAMP = 1e-6
 """A clamp at or below this is llama.cpp's way of writing that there is none."""
 
-_MTP_TENSOR = re.compile(r"blk\.(\d+)\.nextn\.")
+_SIZE_MAX = 2**31 - 1
+"""A larger integer is no size of a model."""
+
+_SINKHORN_MAX = 1000
+"""Twenty are published; no tensor bounds the number, and a step runs them for each sub-block."""
+
+_FLOAT_MIN, _FLOAT_MAX = 1e-30, 1e30
+"""Constants beyond these become zero or infinite in float32 arithmetic."""
+
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "context_length": "context_length",
+    "n_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "rms_eps": "attention.layer_norm_rms_epsilon",
+    "n_heads": "attention.head_count",
+    "head_dim": "attention.key_length",
+    "q_lora_rank": "attention.q_lora_rank",
+    "output_groups": "attention.output_group_count",
+    "output_lora_rank": "attention.output_lora_rank",
+    "sliding_window": "attention.sliding_window",
+    "indexer_heads": "attention.indexer.head_count",
+    "indexer_dim": "attention.indexer.key_length",
+    "indexer_top_k": "attention.indexer.top_k",
+    "dim": "rope.dimension_count",
+    "theta": "rope.freq_base",
+    "compress_theta": "attention.compress_rope_freq_base",
+    "yarn_factor": "rope.scaling.factor",
+    "yarn_context_length": "rope.scaling.original_context_length",
+    "yarn_beta_fast": "rope.scaling.yarn_beta_fast",
+    "yarn_beta_slow": "rope.scaling.yarn_beta_slow",
+    "n_experts": "expert_count",
+    "top_k": "expert_used_count",
+    "width": "expert_feed_forward_length",
+    "n_shared": "expert_shared_count",
+    "n_hash_layers": "hash_layer_count",
+    "routed_scale": "expert_weights_scale",
+    "n_streams": "hyper_connection.count",
+    "sinkhorn_iterations": "hyper_connection.sinkhorn_iterations",
+    "eps": "hyper_connection.epsilon",
+}
+"""The metadata key of every number of the configuration, by the name of its field."""
+
+_MTP_TENSOR = re.compile(r"blk\.(\d{1,9})\.nextn\.")
 
 
 @attrs.frozen
@@ -181,9 +224,9 @@ class DeepSeekV4Config:
         Raises ``MetadataError`` that lists all missing keys, or else all contradictions.
         """
         reader = MetadataReader(metadata, ARCHITECTURE)
-        n_layers = _n_layers(reader.integer("block_count"), tensors)
+        n_layers = _n_layers(reader.layer_count(n_tensors=len(tensors)), tensors)
         embedding = tensors.get("token_embd.weight")
-        n_embeddings = 129280 if embedding is None else embedding.shape[0]
+        n_embeddings = embedding.shape[0] if embedding is not None and embedding.shape else 129280
         config = cls(
             vocab_size=reader.integer("vocab_size", default=n_embeddings),
             context_length=reader.integer("context_length"),
@@ -234,9 +277,9 @@ def _unsupported(reader: MetadataReader) -> Iterator[str]:
 def _contradictions(config: DeepSeekV4Config) -> Iterator[str]:
     """What cannot be true at once."""
     attention, rope, experts = config.attention, config.rope, config.experts
-    not_positive = list(_not_positive(config))
-    yield from not_positive
-    if not_positive:
+    unusable = list(_unusable_numbers(config))
+    yield from unusable
+    if unusable:
         return
     kinds = (SLIDING, CSA, HCA)
     odd = sorted(set(attention.compress_ratios).difference(kinds))
@@ -250,13 +293,28 @@ def _contradictions(config: DeepSeekV4Config) -> Iterator[str]:
         yield f"rope dimension {rope.dim} is odd or wider than a head of {min(head_dims)}"
     if experts.top_k > experts.n_experts:
         yield f"{experts.top_k} experts used of {experts.n_experts}"
-    if not 0 <= experts.n_hash_layers <= config.n_layers:
+    if experts.n_hash_layers > config.n_layers:
         yield f"{experts.n_hash_layers} hash-routed layers of {config.n_layers}"
 
 
-def _not_positive(config: DeepSeekV4Config) -> Iterator[str]:
+def _unusable_numbers(config: DeepSeekV4Config) -> Iterator[str]:
+    """Numbers that no model has: nothing is built or computed from them."""
     for part in (config, config.attention, config.rope, config.experts, config.streams):
         for field in attrs.fields(type(part)):
             value = getattr(part, field.name)
-            if field.name != "n_hash_layers" and isinstance(value, int | float) and value <= 0:
-                yield f"{field.name} is {value}, not positive"
+            if isinstance(value, int | float):
+                fault = _fault(field.name, value)
+                if fault is not None:
+                    yield f"{ARCHITECTURE}.{_KEYS[field.name]} is {value}, not {fault}"
+
+
+def _fault(name: str, value: float) -> str | None:
+    """What the number of the field ``name`` should be and is not, None for nothing."""
+    if isinstance(value, int):
+        most = _SINKHORN_MAX if name == "sinkhorn_iterations" else _SIZE_MAX
+        if name == "n_hash_layers":
+            return None if 0 <= value <= most else f"0 to {most}"
+        return None if 0 < value <= most else f"positive and at most {most}"
+    if name in ("theta", "compress_theta"):
+        return None if 1 < value <= _FLOAT_MAX else f"more than 1 and at most {_FLOAT_MAX}"
+    return None if _FLOAT_MIN <= value <= _FLOAT_MAX else f"{_FLOAT_MIN} to {_FLOAT_MAX}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from tieredmoe.adapters.deepseek_v4.attention import Attention, AttentionWeights
 from tieredmoe.adapters.deepseek_v4.chat import encode_chat
 from tieredmoe.adapters.deepseek_v4.compressor import Compressor
@@ -23,8 +25,6 @@ from tieredmoe.moe.reference import clamped_swiglu
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from tieredmoe.adapters.chat import Message
     from tieredmoe.adapters.deepseek_v4.moe import Router
     from tieredmoe.adapters.deepseek_v4.past import Past
@@ -38,6 +38,11 @@ class DeepSeekV4Adapter:
 
     architecture: ClassVar[str] = ARCHITECTURE
 
+    def check(self, source: TensorSource) -> None:
+        """Raise what ``load`` would raise of ``source``, without reading a weight."""
+        config = DeepSeekV4Config.from_metadata(source.metadata, source.tensors)
+        _dense_tensors(source, config, torch.device("cpu"))
+
     def load(
         self, source: TensorSource, *, device: torch.device, progress: Progress | None = None
     ) -> DeepSeekV4Model:
@@ -48,14 +53,7 @@ class DeepSeekV4Adapter:
         of a type that cannot be used.
         """
         config = DeepSeekV4Config.from_metadata(source.metadata, source.tensors)
-        tensors = DenseTensors(
-            source,
-            floats=dense_shapes(config),
-            integers=table_shapes(config),
-            others=expert_shapes(config),
-            device=device,
-            progress=progress,
-        )
+        tensors = _dense_tensors(source, config, device, progress)
         builder = _Builder(config, tensors, device)
         return DeepSeekV4Model(
             config,
@@ -70,6 +68,22 @@ class DeepSeekV4Adapter:
     ) -> list[int]:
         """The ids of a conversation up to the answer; raises what ``chat.encode_chat`` raises."""
         return encode_chat(tokenizer, messages, thinking=thinking)
+
+
+def _dense_tensors(
+    source: TensorSource,
+    config: DeepSeekV4Config,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> DenseTensors:
+    return DenseTensors(
+        source,
+        floats=dense_shapes(config),
+        integers=table_shapes(config),
+        others=expert_shapes(config),
+        device=device,
+        progress=progress,
+    )
 
 
 class _Builder:

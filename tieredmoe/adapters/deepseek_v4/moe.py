@@ -119,4 +119,6 @@ class ExpertLayer:
             async for portion in portions:
                 for expert, record in portion:
                     batch.add(expert, *expert_matrices(record, layout))
-        return batch.finish() + shared
+        routed = batch.finish()
+        experts.executed(self._layer, batch.n_executed)
+        return routed + shared
