@@ -4,6 +4,7 @@ import asyncio
 import random
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 
 from tieredmoe.errors import ClosedError, ExpertLoadError, WorkingSetTooLargeError
@@ -331,6 +332,34 @@ def test_unknown_layers_and_experts_are_refused_by_name(layer, experts, fact):
     async def scenario(hierarchy, _):
         with pytest.raises(ValueError, match=fact):
             hierarchy.acquire(layer, experts)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("experts", [[[1]], 5, [{}]])
+def test_what_is_no_series_of_ints_is_refused_by_name(experts):
+    async def scenario(hierarchy, _):
+        with pytest.raises(ValueError, match=r"flat series of ints.*experts 0\.\.7"):
+            hierarchy.acquire(0, experts)
+
+    run(scenario)
+
+
+def test_experts_may_come_as_an_array_or_whatever_has_a_list_in_it():
+    class Tensor:
+        """Its elements are equal to no int, as those of a framework's tensors."""
+
+        def __iter__(self):
+            return iter([object(), object()])
+
+        def tolist(self):
+            return [2, 1]
+
+    async def scenario(hierarchy, _):
+        async with hierarchy.acquire(0, np.array([1, 2])) as lease:
+            assert lease.experts == (1, 2)
+        async with hierarchy.acquire(0, Tensor()) as lease:
+            assert lease.experts == (2, 1)
 
     run(scenario)
 

@@ -402,11 +402,16 @@ def run_script(script, path):
 
 
 FORK = """
-hierarchy = open_threaded(path, (2,))
+disk = HeldDisk()
+hierarchy = open_threaded(path, (4,), disk=disk)
 resident(hierarchy, 0, 1)
 lease = hierarchy.acquire_blocking(0, [1])
+disk.hold(0, 5)
+flying = hierarchy.acquire_blocking(0, [5])
 hierarchy._hierarchy.top.residency._mutex.acquire()  # some thread is in it when another forks
 if os.fork() == 0:
+    touched = []
+    hierarchy._thread._loop.call_soon_threadsafe = lambda *args: touched.append(args)
     refused = 0
     for call in (
         lambda: hierarchy.acquire_blocking(0, [1]),
@@ -419,13 +424,17 @@ if os.fork() == 0:
             call()
         except ClosedError as error:
             refused += "fork" in str(error)
-    lease.release()
+    for held in (lease, flying):
+        held.release()
     hierarchy.close()
-    os._exit(refused)
+    os._exit(99 if touched else refused)
 hierarchy._hierarchy.top.residency._mutex.release()
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 print(right(lease))
 lease.release()
+disk.let_go(0, 5)
+flying.wait()
+flying.release()
 resident(hierarchy, 0, 2, 3)  # the child has left our descriptors alone
 hierarchy.close()
 print("closed")

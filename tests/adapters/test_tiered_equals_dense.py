@@ -6,6 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from tieredmoe import HierarchyConfig, open_hierarchy
 from tieredmoe.adapters.dense_experts import DenseExperts
 from tieredmoe.adapters.registry import adapter_for
 from tieredmoe.adapters.tiered_experts import TieredExperts
@@ -93,3 +94,25 @@ def test_every_token_executes_its_top_k_in_every_layer(made):
 def test_a_chunk_reads_each_expert_once_however_many_tokens_want_it(made):
     _, stats = tiered_logits(made, (8, 48), "lfu_lru")
     assert stats.pack_reads == stats.cache_misses == stats.resident_experts
+
+
+def test_a_step_that_was_cancelled_and_repeated_is_audited_for_what_it_computed(made):
+    pack, model, tokens, _ = made
+
+    async def main():
+        config = HierarchyConfig(vram="1GiB", reserve=0)
+        async with await open_hierarchy(pack, config) as hierarchy:
+            experts = TieredExperts(hierarchy)
+            state = model.new_state(len(tokens))
+            step = asyncio.ensure_future(model.forward(tokens[:3], state, experts, logits="last"))
+            await asyncio.sleep(0)
+            step.cancel()
+            await asyncio.wait({step})
+            assert step.cancelled()
+            cancelled = sum(hierarchy.stats().executed_experts.values())
+            await model.forward(tokens[:3], state, experts, logits="last")
+            return cancelled, hierarchy.stats().executed_experts
+
+    cancelled, executed = asyncio.run(main())
+    assert cancelled == 0
+    assert set(executed.values()) == {3 * pack.spec.top_k}

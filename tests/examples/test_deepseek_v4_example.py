@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tieredmoe import create_pack
-from tieredmoe.testing import DeepSeekV4Shape, make_deepseek_v4
+from tieredmoe.testing import make_deepseek_v4
 
-MORE = DeepSeekV4Shape(n_routed_experts=9)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "deepseek_v4_flash.py"
 
 
@@ -76,6 +75,17 @@ def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids(gguf, tmp_path):
     assert stats.is_file()
 
 
+def test_what_keeps_a_model_from_running_is_found_before_it_is_packed(tmp_path, monkeypatch):
+    keys = ["expert_used_count", "attention.q_lora_rank", "hyper_connection.count"]
+    dropped = [f"deepseek4.{key}" for key in keys]
+    make_deepseek_v4(tmp_path / "m.gguf", drop_keys=dropped)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--gguf", str(tmp_path / "m.gguf")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert all(key in str(ended.value.code) for key in dropped)
+    assert list(tmp_path.iterdir()) == [tmp_path / "m.gguf"]
+
+
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_with_the_table_statistics_and_its_exit_code(gguf, tmp_path, sent, code):
     stats = tmp_path / "stats.json"
@@ -109,12 +119,9 @@ def test_a_signal_ends_it_with_the_table_statistics_and_its_exit_code(gguf, tmp_
 def test_bad_input_ends_in_one_line(gguf, monkeypatch, arguments, fact, tmp_path):
     names = {"GGUF": str(gguf), "OTHER": str(tmp_path / "other.pack")}
     if "OTHER" in arguments:
+        # Another seed: the weights differ, sizes and headers do not.
         make_deepseek_v4(tmp_path / "other.gguf", tokenizer=None, seed=9)
-        pack = create_pack(tmp_path / "other.gguf", tmp_path / "other.pack")
-        asyncio.run(pack)
-        # The weights differ, the headers do not: only the sizes and headers are compared.
-        make_deepseek_v4(tmp_path / "more.gguf", tokenizer=None, shape=MORE)
-        names["GGUF"] = str(tmp_path / "more.gguf")
+        asyncio.run(create_pack(tmp_path / "other.gguf", tmp_path / "other.pack"))
     argv = [str(EXAMPLE), *(names.get(argument, argument) for argument in arguments)]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.chdir(tmp_path)
