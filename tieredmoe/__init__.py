@@ -31,10 +31,11 @@ from tieredmoe.gguf import open_inventory
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.lease import Lease
 from tieredmoe.pack import create_pack, open_pack, verify_pack
+from tieredmoe.source import Source
 from tieredmoe.spec import ExpertKey, ExpertLayout, MoESpec, RoleSpec
 from tieredmoe.stats import Stats
 from tieredmoe.threaded import ThreadedHierarchy
-from tieredmoe.tier import Source, Tier
+from tieredmoe.tier import Tier
 
 if TYPE_CHECKING:
     from tieredmoe.adapters import (

@@ -6,9 +6,9 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tieredmoe.copying import Ticket
 from tieredmoe.errors import ClosedError, WorkingSetTooLargeError
 from tieredmoe.lease import Lease, Leases
-from tieredmoe.tier import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,7 +27,8 @@ from tieredmoe.pack import (
     open_repair,
 )
 from tieredmoe.policies import make_policy
-from tieredmoe.tier import Source, Tier
+from tieredmoe.source import Source
+from tieredmoe.tier import Tier
 
 if TYPE_CHECKING:
     from tieredmoe.pack.verified import VerifyMode

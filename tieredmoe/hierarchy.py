@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from tieredmoe.source import Source
     from tieredmoe.spec import MoESpec
-    from tieredmoe.tier import Source
 
 
 class Hierarchy:

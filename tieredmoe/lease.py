@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from tieredmoe.errors import ClosedError
 from tieredmoe.residency import ABSENT, FILLING, READY, Entry
-from tieredmoe.tier import load_error
+from tieredmoe.source import load_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping

@@ -20,63 +20,21 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from tieredmoe.errors import ClosedError, ExpertLoadError
-from tieredmoe.residency import FILLING, READY, Entry, Residency
+from tieredmoe.copying import CopyFill, Ticket
+from tieredmoe.errors import ClosedError
+from tieredmoe.residency import FILLING, Entry, Residency
+from tieredmoe.source import RefusedFill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tieredmoe.memory.protocol import Arena, Part, Slot
     from tieredmoe.policies.protocol import EvictionPolicy
+    from tieredmoe.source import Fill, Source
     from tieredmoe.spec import ExpertKey
     from tieredmoe.stats import SourceCounters
-
-
-class Fill(Protocol):
-    """One transfer into one slot."""
-
-    done: asyncio.Future[None]
-    """Resolves when the bytes are in place or ordered before the slot's ``ready`` fence; fails only
-    when nothing will write the slot any more."""
-
-    def drop_if_queued(self) -> bool:
-        """True: the transfer had not started and never will; ``done`` is cancelled. Else False."""
-
-
-class Source(Protocol):
-    """Whatever can fill slots with experts: a tier, or a leaf that reads a disk."""
-
-    def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[Fill]:
-        """Start filling each slot with its expert; returns at once, one ``Fill`` per request."""
-
-    def parts(self, key: ExpertKey) -> Sequence[Part]:
-        """Where this source puts the bytes of ``key``, as parts to their uniform place."""
-
-    @property
-    def counters(self) -> SourceCounters:
-        """What the disk at the bottom was asked for."""
-
-    async def close(self) -> None:
-        """Refuse new requests; return when nothing is in flight. Can be called again."""
-
-
-class Ticket:
-    """A place in a tier's queue; ``entries`` is set, pinned, by the grant."""
-
-    __slots__ = ("entries", "keys", "on_granted", "on_refused")
-
-    def __init__(
-        self,
-        keys: Sequence[ExpertKey],
-        on_granted: Callable[[], None],
-        on_refused: Callable[[BaseException], None],
-    ) -> None:
-        self.keys = keys
-        self.on_granted = on_granted
-        self.on_refused = on_refused
-        self.entries: list[Entry] | None = None
 
 
 class Tier:
@@ -333,85 +291,3 @@ class Tier:
 
     def __repr__(self) -> str:
         return f"<Tier {self.name!r} {len(self._queue)} queued, {self.residency!r}>"
-
-
-class RefusedFill:
-    """A fill that its source refused to start: it fails like one that ran, on the same path."""
-
-    __slots__ = ("done",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.done.set_exception(error)
-
-    def drop_if_queued(self) -> bool:
-        """It has ended already."""
-        return False
-
-
-class CopyFill:
-    """Waits for a slot and an expert in ``tier``, then copies it into the slot ``target`` above.
-
-    The source slot stays pinned until the copy has passed its fence; ``done`` resolves as soon as
-    the copy is enqueued, so that compute can be ordered after it without a host synchronisation.
-    """
-
-    __slots__ = ("_key", "_target", "_tier", "done", "ticket")
-
-    def __init__(self, tier: Tier, key: ExpertKey, target: Slot) -> None:
-        self._tier = tier
-        self._key = key
-        self._target = target
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ticket = Ticket((key,), self._granted, self._refused)
-
-    def drop_if_queued(self) -> bool:
-        """True unless the copy is enqueued: until then, nothing has touched the target."""
-        if self.done.done():
-            return False
-        self.done.cancel()
-        if self.ticket.entries:
-            entry = self.ticket.entries[0]
-            entry.waiters.remove(self._arrived)
-        self._tier.withdraw(self.ticket)
-        return True
-
-    def _granted(self) -> None:
-        assert self.ticket.entries
-        entry = self.ticket.entries[0]
-        if entry.state is READY:
-            self._copy(entry)
-        else:
-            entry.waiters.append(self._arrived)
-
-    def _arrived(self, entry: Entry, error: BaseException | None) -> None:
-        if error is None:
-            self._copy(entry)
-            return
-        self._tier.unpin([entry])
-        self.done.set_exception(error)
-
-    def _refused(self, error: BaseException) -> None:
-        self.done.set_exception(error)
-
-    def _copy(self, entry: Entry) -> None:
-        tier = self._tier
-        parts = tier.source.parts(self._key)
-        source = tier.arena.slot(entry.slot_index)
-        tier.begin_transfer()
-        try:
-            fence = self._target.arena.copy_from(source, self._target, parts)
-        except Exception as error:  # noqa: BLE001 (a failed copy fails the expert, not the loop)
-            tier.end_copy(entry)
-            self.done.set_exception(error)
-            return
-        tier.copied_nbytes += sum(part.nbytes for part in parts)
-        self.done.set_result(None)
-        fence.on_passed(partial(tier.end_copy, entry))
-
-
-def load_error(entry: Entry, error: BaseException) -> BaseException:
-    """What a waiter of ``entry`` sees: its own ``ExpertLoadError``, or ``ClosedError`` as it is."""
-    if isinstance(error, ClosedError):
-        return error
-    return ExpertLoadError(entry.key, error)

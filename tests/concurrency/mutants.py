@@ -3,10 +3,12 @@
 from mutation import mutant
 
 from tieredmoe import admission, waves
+from tieredmoe.copying import CopyFill
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.lease import Lease, Leases
 from tieredmoe.residency import Residency
-from tieredmoe.tier import CopyFill, Tier, load_error
+from tieredmoe.source import load_error
+from tieredmoe.tier import Tier
 
 SEEDED = [
     mutant(

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from tieredmoe.memory.protocol import HostSlot, Part, Slot
     from tieredmoe.pack.layout import Extent
     from tieredmoe.pack.repair import Repair
+    from tieredmoe.source import Fill, Source
     from tieredmoe.spec import ExpertKey, MoESpec, RoleSpec
     from tieredmoe.stats import SourceCounters
-    from tieredmoe.tier import Fill, Source
 
 T = TypeVar("T")
 

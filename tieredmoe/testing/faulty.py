@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from tieredmoe.tier import Fill, RefusedFill
+from tieredmoe.source import Fill, RefusedFill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tieredmoe.memory.protocol import HostSlot, Part, Slot
+    from tieredmoe.source import Source
     from tieredmoe.spec import ExpertKey
     from tieredmoe.stats import SourceCounters
-    from tieredmoe.tier import Source
 
 
 def _no_failure(_: ExpertKey) -> BaseException | None:

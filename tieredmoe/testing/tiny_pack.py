@@ -15,9 +15,10 @@ from tieredmoe.memory import HostArena, HostRegion
 from tieredmoe.pack.layout import Extent
 from tieredmoe.pack.source import PackSource
 from tieredmoe.policies import make_policy
+from tieredmoe.source import Source
 from tieredmoe.spec import PAGE_NBYTES, ROLES, ExpertKey, ExpertLayout, MoESpec
 from tieredmoe.testing.disk import SimDisk
-from tieredmoe.tier import Source, Tier
+from tieredmoe.tier import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
