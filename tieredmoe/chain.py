@@ -27,11 +27,11 @@ from tieredmoe.pack import (
     open_repair,
 )
 from tieredmoe.policies import make_policy
-from tieredmoe.source import Source
 from tieredmoe.tier import Tier
 
 if TYPE_CHECKING:
     from tieredmoe.pack.verified import VerifyMode
+    from tieredmoe.source import Source
     from tieredmoe.spec import MoESpec
 
 

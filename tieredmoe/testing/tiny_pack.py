@@ -15,7 +15,6 @@ from tieredmoe.memory import HostArena, HostRegion
 from tieredmoe.pack.layout import Extent
 from tieredmoe.pack.source import PackSource
 from tieredmoe.policies import make_policy
-from tieredmoe.source import Source
 from tieredmoe.spec import PAGE_NBYTES, ROLES, ExpertKey, ExpertLayout, MoESpec
 from tieredmoe.testing.disk import SimDisk
 from tieredmoe.tier import Tier
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tieredmoe.policies.protocol import EvictionPolicy
+    from tieredmoe.source import Source
     from tieredmoe.testing.faults import FaultPlan
 
 
