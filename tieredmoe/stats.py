@@ -56,8 +56,9 @@ class Stats:
       arrived and were not what was packed, those that came right when read again included;
       ``repaired`` the experts that were read from the source GGUF instead.
     * ``h2d_bytes`` counts bytes copied into the top tier's arena.
-    * ``fallback_count`` counts reads served by a lesser kind of I/O than was asked for. Nothing falls
-      back in mid-run, so it stays 0; it is there because readers of these counters look for it.
+    * ``fallback_count`` counts reads served by a lesser kind of I/O than was asked for. Nothing
+      falls back in mid-run, so it stays 0; it is there because readers of these counters look for
+      it.
     * ``executed_experts`` counts, per layer, the (token, expert) pairs that were computed: always
       tokens × top-k.
     """
