@@ -210,3 +210,29 @@ def thread(target, *args):
 
 def open_threaded(path, slots, **options):
     return ThreadedHierarchy.open(making(path, slots, **options))
+
+
+def io_threads():
+    """Threads of ours that are alive."""
+    return [t for t in threading.enumerate() if t.name.startswith("tieredmoe")]
+
+
+def acquire(hierarchy, layer, expert):
+    hierarchy.acquire_blocking(layer, [expert])
+
+
+def stream(hierarchy, layer, expert):
+    next(hierarchy.stream_blocking(layer, [expert]))
+
+
+async def acquire_awaitable(hierarchy, layer, expert):
+    await hierarchy.acquire(layer, [expert])
+
+
+async def stream_awaitable(hierarchy, layer, expert):
+    await anext(hierarchy.stream(layer, [expert]))
+
+
+def awaited(work):
+    """``work`` as a function that runs it in a loop of its own."""
+    return lambda *args: asyncio.run(work(*args))

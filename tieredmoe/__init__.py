@@ -35,6 +35,7 @@ from tieredmoe.source import Source
 from tieredmoe.spec import ExpertKey, ExpertLayout, MoESpec, RoleSpec
 from tieredmoe.stats import Stats
 from tieredmoe.threaded import ThreadedHierarchy
+from tieredmoe.threaded_lease import ThreadedLease
 from tieredmoe.tier import Tier
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ __all__ = [
     "Source",
     "Stats",
     "ThreadedHierarchy",
+    "ThreadedLease",
     "Tier",
     "TieredMoEError",
     "TokenizerError",
