@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from tieredmoe.errors import PackError
+from tieredmoe.errors import ConfigError, PackError
 from tieredmoe.gguf import open_inventory
 from tieredmoe.pack import create_pack, open_pack
 from tieredmoe.testing import make_deepseek_v4
@@ -74,3 +74,10 @@ def test_a_directory_that_may_not_be_entered_is_refused_by_name(packed, monkeypa
     with pytest.raises(PackError, match="Permission denied"):
         open_pack(packed[0])
     assert stat.S_ISDIR(real(packed[0]).st_mode)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, "x"])
+def test_a_file_size_that_is_none_is_refused_before_anything_is_read(packed, tmp_path, nbytes):
+    with pytest.raises(ConfigError, match="file_nbytes_max is"):
+        asyncio.run(create_pack(packed[1], tmp_path / "n.pack", file_nbytes_max=nbytes))
+    assert not (tmp_path / "n.pack").exists()
