@@ -3,8 +3,9 @@
     python benchmarks/acquire_cost.py [--rounds 2000]
 
 Prints a table of microseconds: acquire + release of 6 and of 16 resident experts, awaited in the
-hierarchy's own loop, and through a threaded hierarchy, awaited and blocking; and one eviction with
-all slots but one pinned, for 10 to 10,000 slots. No disk is read meanwhile.
+hierarchy's own loop, without and with a trace, and through a threaded hierarchy, awaited and
+blocking; and one eviction with all slots but one pinned, for 10 to 10,000 slots. No disk is read
+meanwhile.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 N_LAYERS, N_EXPERTS = 8, 64
 SIZES = (6, 16)
 SLOTS = (10, 1_000, 10_000)
+TRACE_EVENTS = 10_000
 
 
 def row(what: str, nanoseconds: list[int]) -> float:
@@ -45,7 +47,7 @@ def row(what: str, nanoseconds: list[int]) -> float:
     return median
 
 
-async def resident_hierarchy() -> Hierarchy:
+async def resident_hierarchy(trace_events: int = 0) -> Hierarchy:
     """Every expert of a small model in the slots of its only tier."""
     pack = TinyPack(tiny_spec(layers=range(N_LAYERS), n_experts=N_EXPERTS, top_k=6, role_nbytes=8))
     n_slots = N_LAYERS * N_EXPERTS
@@ -55,7 +57,7 @@ async def resident_hierarchy() -> Hierarchy:
         arena=host_arena(n_slots),
         policy=make_policy("lfu_lru", n_slots=n_slots, layers=pack.spec.layers, top_k=6),
     )
-    hierarchy = Hierarchy(top, pack.spec)
+    hierarchy = Hierarchy(top, pack.spec, trace_events=trace_events)
     for layer in pack.spec.layers:
         async with hierarchy.acquire(layer, range(N_EXPERTS)) as lease:
             await lease.ready()
@@ -89,10 +91,18 @@ def blocking(acquire: Callable, sets: list[tuple[int, list[int]]]) -> list[int]:
 
 
 async def measure_own_loop(rounds: int) -> None:
-    async with await resident_hierarchy() as hierarchy:
+    async with (
+        await resident_hierarchy() as hierarchy,
+        await resident_hierarchy(TRACE_EVENTS) as traced,
+    ):
         for n in SIZES:
-            times = await awaited(hierarchy.acquire, working_sets(n, rounds))
-            row(f"{n} resident experts, in the hierarchy's own loop", times)
+            sets = working_sets(n, rounds)
+            times: dict[str, list[int]] = {"": [], ", traced": []}
+            for i in range(0, rounds, 100):  # in turns: the machine is another every second
+                for each, into in zip((hierarchy, traced), times.values(), strict=True):
+                    into.extend(await awaited(each.acquire, sets[i : i + 100]))
+            for how, taken in times.items():
+                row(f"{n} resident experts, in the hierarchy's own loop{how}", taken)
 
 
 def measure_threaded(rounds: int) -> None:

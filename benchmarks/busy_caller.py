@@ -1,6 +1,7 @@
 """The read rate of a threaded hierarchy while its caller is busy.
 
-    python benchmarks/busy_caller.py [--dir DIR] [--nbytes 1.5e9] [--rounds 9] [--window 32]
+    python benchmarks/busy_caller.py [--dir DIR] [--nbytes 1.5e9] [--rounds 9] [--backend auto]
+        [--window MIB]
 
 Every expert is a miss. The caller keeps three working sets of 4 experts of 12 MiB on their way.
 What it does until the oldest has landed is the subject: await it (idle), block outside Python
@@ -31,6 +32,7 @@ from tieredmoe.backends import open_backend
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.memory import HostArena, HostPool
 from tieredmoe.pack.layout import Extent
+from tieredmoe.pack.records import Extents, whole_record
 from tieredmoe.pack.source import PackSource
 from tieredmoe.policies import make_policy
 from tieredmoe.spec import ROLES, ExpertKey, ExpertLayout, MoESpec
@@ -53,12 +55,13 @@ SWITCH_S = 5e-4
 class Scratch:
     """A file of records, one layer of them, none of which means anything."""
 
-    def __init__(self, path: Path, *, nbytes: int, window_nbytes: int) -> None:
+    def __init__(self, path: Path, *, nbytes: int, backend: str, window_nbytes: int | None) -> None:
         n_experts = nbytes // RECORD_NBYTES // SET_SIZE * SET_SIZE
         role = (0, (RECORD_NBYTES // 12, 1), RECORD_NBYTES // 3)
         layout = ExpertLayout.build(dict.fromkeys(ROLES, role))
         self.spec = MoESpec("scratch", n_experts, SET_SIZE, {0: layout})
         self.path = path
+        self.backend = backend
         self.window_nbytes = window_nbytes
         block = os.urandom(RECORD_NBYTES)
         with path.open("wb") as file:
@@ -67,11 +70,12 @@ class Scratch:
             file.flush()
             os.fsync(file.fileno())
 
-    def locate(self, key: ExpertKey) -> Extent:
-        return Extent(0, key.expert * RECORD_NBYTES, RECORD_NBYTES)
+    def extents(self, key: ExpertKey) -> Extents:
+        record = Extent(0, key.expert * RECORD_NBYTES, RECORD_NBYTES)
+        return whole_record(record, self.spec.layouts[0])
 
     async def hierarchy(self) -> Hierarchy:
-        backend = open_backend("threads", [self.path], window_nbytes=self.window_nbytes)
+        backend = open_backend(self.backend, [self.path], window_nbytes=self.window_nbytes)
         pool = HostPool.allocate(N_SLOTS * RECORD_NBYTES)
         region = pool.carve(N_SLOTS * RECORD_NBYTES)
         pool.close()
@@ -181,20 +185,24 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="where the scratch file goes")
     parser.add_argument("--nbytes", type=float, default=1.5e9, help="its size; read once per line")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--window", type=int, default=32, help="MiB of reads in flight at most")
+    parser.add_argument("--backend", default="auto", help="auto, uring, threads or buffered")
+    parser.add_argument(
+        "--window", type=int, default=None, help="MiB in flight at most (default: the device's)"
+    )
     args = parser.parse_args()
     print(describe_machine())
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         scratch = Scratch(
             Path(folder) / "experts.bin",
             nbytes=int(args.nbytes),
-            window_nbytes=args.window << 20,
+            backend=args.backend,
+            window_nbytes=args.window and args.window << 20,
         )
         with ThreadedHierarchy.open(scratch.hierarchy) as hierarchy:
             stats = hierarchy.stats()
+            window = f"{args.window} MiB" if args.window else "the device's"
             print(
-                f"{folder}: backend {stats.backend}, direct I/O {stats.direct_io}, "
-                f"window {args.window} MiB"
+                f"{folder}: backend {stats.backend}, direct I/O {stats.direct_io}, window {window}"
             )
             rates = measure(hierarchy, scratch, args.rounds)
     idle = rates["idle (awaits)"]

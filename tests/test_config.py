@@ -17,10 +17,16 @@ WRONG = {
     "stage_slots": [True, -1, 1.5, "8", 10**6],
     "policy": [[], {}, None, "clock"],
     "backend": [[], 5, "mmap"],
+    "allow_buffered": [1, None, "yes"],
+    "strict": [0, None, "no"],
+    "read_splits": [True, 0, -1, 17, 2.0, "2"],
+    "window": [True, [], 0, "80%", "lots", 1.5],
+    "waiting_max": [True, 0, 2.5, "9", 2**21],
     "verify": [True, "often", []],
     "repair_from": [True, 5, b"x", (), "\0"],
     "stats_path": [True, 5, b"x", [], "\0"],
     "stats_every": [True, 0, 2.5, "9"],
+    "trace_events": [True, -1, 0.5, "9", 2**25],
 }
 
 
@@ -39,6 +45,16 @@ def test_all_problems_are_told_at_once():
     assert all(f"{name}: " in str(caught.value) for name in WRONG)
 
 
+def test_strict_and_allow_buffered_contradict_each_other():
+    with pytest.raises(ConfigError, match="strict: it refuses what allow_buffered allows"):
+        HierarchyConfig(strict=True, allow_buffered=True)
+
+
+@pytest.mark.parametrize("name", ["auto", "uring", "threads", "buffered"])
+def test_every_backend_can_be_chosen(name):
+    assert HierarchyConfig(backend=name, read_splits=16).backend == name
+
+
 def test_unknown_settings_are_told_along_with_wrong_values():
     with pytest.raises(ConfigError) as caught:
         HierarchyConfig.from_mapping({"vrm": 1, 3: 4, "policy": "zz"})
@@ -49,6 +65,13 @@ def test_unknown_settings_are_told_along_with_wrong_values():
 def test_plain_data_makes_the_same_configuration():
     settings = {"vram": "1GiB", "policy": "lru", "stats_path": "s.json"}
     assert HierarchyConfig.from_mapping(settings) == HierarchyConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("window", "nbytes"), [("32MiB", 32 << 20), ("1kB", 1000), (4096, 4096), (None, None)]
+)
+def test_a_window_is_a_size_or_left_to_the_drive(window, nbytes):
+    assert HierarchyConfig(window=window).window_nbytes == nbytes
 
 
 @pytest.mark.parametrize("nothing", [0, "0"])

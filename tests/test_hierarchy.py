@@ -1,64 +1,16 @@
 """The hierarchy over a simulated disk: right bytes, right counts, any chain of tiers."""
 
-import asyncio
 import random
-from contextlib import aclosing
 
 import numpy as np
 import pytest
+from hierarchy_stage import CHAINS, payload_of, run
 
-from tieredmoe.errors import ClosedError, ExpertLoadError, WorkingSetTooLargeError
+from tieredmoe.errors import ExpertLoadError
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.spec import ExpertKey
-from tieredmoe.testing.disk import SimDisk
 from tieredmoe.testing.faults import Fault, FaultPlan
-from tieredmoe.testing.loop import sim_run
-from tieredmoe.testing.tiny_pack import TinyPack, tiny_hierarchy, tiny_spec
-from tieredmoe.tier import Tier
-
-CHAINS = [(2,), (8,), (1, 4), (2, 8), (8, 5), (6, 2, 8), (12, 1, 3)]
-
-
-def payload_of(hierarchy, lease, expert):
-    layout = hierarchy.spec.layouts[lease.layer]
-    return bytes(lease.slots[expert].view[: layout.payload_nbytes])
-
-
-def tiers(hierarchy):
-    tier = hierarchy.top
-    while isinstance(tier, Tier):
-        yield tier
-        tier = tier.source
-
-
-def assert_at_rest(hierarchy, disk):
-    """Nothing pinned, nothing in flight, nobody writing: what every scenario must leave behind."""
-    for tier in tiers(hierarchy):
-        tier.check()
-        assert all(entry.pins == 0 for entry in tier.residency.entries.values()), tier
-    assert disk.stats().in_flight == 0
-    assert disk.violations == []
-
-
-def run(scenario, slots=(2, 8), *, spec=None, **options):
-    """Run ``scenario(hierarchy, pack)`` in virtual time, checking every invariant at every step."""
-    pack = TinyPack(spec or tiny_spec())
-
-    async def main():
-        hierarchy, disk = tiny_hierarchy(pack, slots, **options)
-        asyncio.get_running_loop().on_step(
-            lambda: [tier.check() for tier in tiers(hierarchy) if not tier.closed]
-        )
-        async with hierarchy:
-            result = await scenario(hierarchy, pack)
-            await disk.drain()  # what was released in mid-read still ends
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert_at_rest(hierarchy, disk)
-        assert disk.violations == []
-        return result
-
-    return sim_run(main(), collect_garbage=False)
+from tieredmoe.testing.tiny_pack import TinyPack, tiny_spec
 
 
 @pytest.mark.parametrize("slots", CHAINS)
@@ -75,23 +27,6 @@ def test_every_expert_arrives_with_its_own_bytes_in_any_chain(slots):
                     assert payload_of(hierarchy, lease, expert) == pack.payload(
                         ExpertKey(layer, expert)
                     )
-
-    run(scenario, slots)
-
-
-@pytest.mark.parametrize("slots", CHAINS)
-def test_a_stream_serves_a_set_larger_than_the_tier_once_each(slots):
-    async def scenario(hierarchy, pack):
-        for layer in hierarchy.spec.layers:
-            seen = []
-            async with aclosing(hierarchy.stream(layer, [3, *range(8), 3])) as leases:
-                async for lease in leases:
-                    for expert in lease.experts:
-                        seen.append(expert)
-                        assert payload_of(hierarchy, lease, expert) == pack.payload(
-                            ExpertKey(layer, expert)
-                        )
-            assert sorted(seen) == list(range(8))
 
     run(scenario, slots)
 
@@ -221,105 +156,6 @@ def test_a_failed_read_reaches_every_waiter_and_the_next_acquire_starts_clean(sl
     run(scenario, slots, faults=FaultPlan().at(0, bad, Fault("torn")))
 
 
-def test_a_set_that_can_never_fit_is_refused_at_once_and_leaves_nothing():
-    async def scenario(hierarchy, _):
-        with pytest.raises(WorkingSetTooLargeError, match=r"5 distinct .* 4 slots.*stream"):
-            await hierarchy.acquire(0, range(5))
-        assert hierarchy.top.residency.entries == {}
-
-    run(scenario, (2, 4))
-
-
-def test_a_task_that_asks_for_more_than_its_own_lease_leaves_is_refused():
-    async def scenario(hierarchy, _):
-        async with hierarchy.acquire(0, [0, 1, 2]) as lease:
-            await lease.ready()
-            with pytest.raises(WorkingSetTooLargeError, match="3 of them held"):
-                await hierarchy.acquire(0, [2, 3, 4])
-            async with hierarchy.acquire(0, [2, 3]):
-                pass
-
-    run(scenario, (2, 4))
-
-
-def test_waiting_acquires_are_served_first_come_first_served():
-    async def scenario(hierarchy, _):
-        order = []
-
-        async def take(name, experts):
-            async with hierarchy.acquire(0, experts) as lease:
-                order.append(name)
-                await lease.ready()
-                await asyncio.sleep(1)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(take("a", [0, 1, 2]))
-            await asyncio.sleep(0)
-            tasks.create_task(take("b", [3, 4, 5]))
-            await asyncio.sleep(0)
-            tasks.create_task(take("c", [0]))  # would fit beside a, but b came first
-        assert order == ["a", "b", "c"]
-
-    run(scenario, (2, 4))
-
-
-def test_an_acquire_cancelled_in_the_queue_lets_the_next_one_in():
-    async def scenario(hierarchy, _):
-        async with hierarchy.acquire(0, [0, 1, 2]) as lease:
-            await lease.ready()
-            head = asyncio.ensure_future(hierarchy.admit(0, hierarchy.keys(0, [3, 4])))
-            await asyncio.sleep(0)
-            tail = asyncio.ensure_future(hierarchy.admit(0, hierarchy.keys(0, [5])))
-            await asyncio.sleep(0)
-            assert not tail.done()
-            head.cancel()
-            await asyncio.wait({head, tail})
-            assert head.cancelled()
-            tail.result().release()
-
-    run(scenario, (2, 4))
-
-
-def test_closing_refuses_what_waits_and_drops_what_is_queued():
-    pack = TinyPack(tiny_spec())
-
-    async def main():
-        disk = SimDisk([pack.image], queue_depth=1)
-        hierarchy, _ = tiny_hierarchy(pack, (2, 4), disk=disk)
-        lease = await hierarchy.acquire(0, [0, 1, 2, 3])
-        waiting = asyncio.ensure_future(hierarchy.admit(1, hierarchy.keys(1, [0])))
-        await asyncio.sleep(0)
-        await hierarchy.close()
-        with pytest.raises(ClosedError):
-            await waiting
-        for future in lease.futures.values():
-            with pytest.raises(ClosedError):
-                await future
-        with pytest.raises(ClosedError):
-            await hierarchy.acquire(0, [0])
-        assert disk.stats().reads <= 1
-        assert_at_rest(hierarchy, disk)
-        await hierarchy.close()
-
-    sim_run(main(), collect_garbage=False)
-
-
-def test_close_runs_to_its_end_before_a_cancellation_is_raised():
-    pack = TinyPack(tiny_spec())
-
-    async def main():
-        hierarchy, disk = tiny_hierarchy(pack, (2, 4))
-        await hierarchy.acquire(0, [0, 1])
-        closing = asyncio.ensure_future(hierarchy.close())
-        await asyncio.sleep(0)
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        assert_at_rest(hierarchy, disk)
-
-    sim_run(main(), collect_garbage=False)
-
-
 @pytest.mark.parametrize(
     ("layer", "experts", "fact"),
     [
@@ -371,42 +207,6 @@ def test_an_empty_set_is_an_empty_lease():
         assert [lease async for lease in hierarchy.stream(0, [])] == []
 
     run(scenario)
-
-
-def test_leaving_a_stream_early_gives_everything_back():
-    async def scenario(hierarchy, _):
-        async with aclosing(hierarchy.stream(0, range(8))) as leases:
-            async for _ in leases:
-                break
-
-    run(scenario, (2, 4))
-
-
-def test_a_failed_expert_ends_its_stream_with_everything_given_back():
-    async def scenario(hierarchy, _):
-        with pytest.raises(ExpertLoadError):
-            [lease async for lease in hierarchy.stream(0, range(8))]
-
-    pack = TinyPack(tiny_spec())
-    bad = pack.locate(ExpertKey(0, 6)).offset
-    run(scenario, (2, 4), faults=FaultPlan().at(0, bad))
-
-
-def test_two_streams_larger_than_the_tier_take_turns():
-    async def scenario(hierarchy, _):
-        async def consume(layer):
-            seen = []
-            async with aclosing(hierarchy.stream(layer, range(8))) as leases:
-                async for lease in leases:
-                    seen += lease.experts
-                    await asyncio.sleep(0.001)
-            assert sorted(seen) == list(range(8))
-
-        async with asyncio.TaskGroup() as tasks:
-            for layer in hierarchy.spec.layers:
-                tasks.create_task(consume(layer))
-
-    run(scenario, (1, 3))
 
 
 def test_executed_experts_are_booked_per_layer():

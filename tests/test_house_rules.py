@@ -28,7 +28,8 @@ def test_the_tree_passes(command):
 def test_importing_the_library_and_its_core_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import tieredmoe, tieredmoe.chain, tieredmoe.threaded, tieredmoe.sim, tieredmoe.testing"
+        "import tieredmoe, tieredmoe.chain, tieredmoe.threaded, tieredmoe.prefetch, "
+        "tieredmoe.sim, tieredmoe.testing"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

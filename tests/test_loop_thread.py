@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import pytest
 from threaded_stage import (
-    PACK,
     PATIENCE,
     HeldDisk,
     acquire,
@@ -28,21 +27,6 @@ from threaded_stage import (
 from tieredmoe.errors import BudgetError, ClosedError, ConfigError
 from tieredmoe.loop_thread import LoopThread
 from tieredmoe.threaded import ThreadedHierarchy
-
-
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "experts.bin"
-    path.write_bytes(PACK.image)
-    return path
-
-
-@pytest.fixture
-def disk():
-    disk = HeldDisk()
-    yield disk
-    disk.let_all_go()
-
 
 # ---- opening
 
@@ -72,14 +56,14 @@ def test_a_failed_opening_leaves_no_thread():
     assert io_threads() == []
 
 
-def test_a_cancelled_opening_closes_what_it_has_made(path):
+def test_a_cancelled_opening_closes_what_it_has_made():
     making_it, go = threading.Event(), threading.Event()
     made = Future()
 
     async def make():
         making_it.set()
         await asyncio.to_thread(go.wait)
-        core = await making(path, (2, 4))()
+        core = await making((2, 4))()
         made.set_result(core)
         return core
 
@@ -100,20 +84,20 @@ def test_a_cancelled_opening_closes_what_it_has_made(path):
     assert io_threads() == []
 
 
-def test_a_system_without_threads_is_a_clear_error(monkeypatch, path):
+def test_a_system_without_threads_is_a_clear_error(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(ConfigError, match="refused a thread"):
-        open_threaded(path, (2,))
+        open_threaded((2,))
 
 
 # ---- closing
 
 
-def test_closing_frees_everything_and_can_be_repeated_from_anywhere(path):
-    hierarchy = open_threaded(path, (2, 4))
+def test_closing_frees_everything_and_can_be_repeated_from_anywhere():
+    hierarchy = open_threaded((2, 4))
     resident(hierarchy, 0, 1)
     lease = hierarchy.acquire_blocking(0, [1])
     for done in [thread(hierarchy.close) for _ in range(3)]:
@@ -128,8 +112,8 @@ def test_closing_frees_everything_and_can_be_repeated_from_anywhere(path):
 
 
 @pytest.mark.parametrize("expert", [1, 2])
-def test_nothing_is_served_after_the_close(path, expert):
-    hierarchy = open_threaded(path, (4,))
+def test_nothing_is_served_after_the_close(expert):
+    hierarchy = open_threaded((4,))
     resident(hierarchy, 0, 1)
     hierarchy.close()
     for ask in (acquire, stream, awaited(acquire_awaitable), awaited(stream_awaitable)):
@@ -137,8 +121,9 @@ def test_nothing_is_served_after_the_close(path, expert):
             ask(hierarchy, 0, expert)
 
 
-def test_closing_refuses_who_waits_and_drains_what_is_read(path, disk):
-    hierarchy = open_threaded(path, (2,), disk=disk)
+def test_closing_refuses_who_waits_and_drains_what_is_read():
+    disk = HeldDisk()
+    hierarchy = open_threaded((2,), disk=disk)
     disk.hold(0, 1)
     lease = hierarchy.acquire_blocking(0, [1, 2])
     disk.wait_started(0, 1)
@@ -158,8 +143,8 @@ def test_closing_refuses_who_waits_and_drains_what_is_read(path, disk):
     assert_nothing_left(hierarchy)
 
 
-def test_closing_ends_a_stream_whose_consumer_is_busy(path):
-    hierarchy = open_threaded(path, (2, 4))
+def test_closing_ends_a_stream_whose_consumer_is_busy():
+    hierarchy = open_threaded((2, 4))
     leases = hierarchy.stream_blocking(0, range(8))
     lease = next(leases)
     hierarchy.close()
@@ -169,7 +154,9 @@ def test_closing_ends_a_stream_whose_consumer_is_busy(path):
     assert_nothing_left(hierarchy)
 
 
-def test_a_cancelled_aclose_stops_only_the_wait(path, disk):
+def test_a_cancelled_aclose_stops_only_the_wait():
+    disk = HeldDisk()
+
     async def main(hierarchy):
         closing = asyncio.ensure_future(hierarchy.aclose())
         await asyncio.sleep(0)
@@ -177,7 +164,7 @@ def test_a_cancelled_aclose_stops_only_the_wait(path, disk):
         with pytest.raises(asyncio.CancelledError):
             await closing
 
-    hierarchy = open_threaded(path, (2,), disk=disk)
+    hierarchy = open_threaded((2,), disk=disk)
     disk.hold(0, 1)
     hierarchy.acquire_blocking(0, [1])
     disk.wait_started(0, 1)
@@ -187,21 +174,21 @@ def test_a_cancelled_aclose_stops_only_the_wait(path, disk):
     assert_nothing_left(hierarchy)
 
 
-def test_a_thread_with_the_ident_of_the_one_that_ended_may_close_it_again(path):
-    hierarchy = open_threaded(path, (2,))
+def test_a_thread_with_the_ident_of_the_one_that_ended_may_close_it_again():
+    hierarchy = open_threaded((2,))
     hierarchy.close()
     hierarchy._thread._thread._ident = threading.get_ident()  # as systems give them again
     hierarchy.close()
 
 
-def test_it_can_be_opened_again_at_once(path):
+def test_it_can_be_opened_again_at_once():
     for _ in range(3):
-        with open_threaded(path, (2, 4)) as hierarchy:
+        with open_threaded((2, 4)) as hierarchy:
             hierarchy.acquire_blocking(0, [1, 2])  # closed with reads in flight
 
 
-def test_an_acquire_posted_to_a_thread_that_ends_is_refused(path):
-    hierarchy = open_threaded(path, (2,))
+def test_an_acquire_posted_to_a_thread_that_ends_is_refused():
+    hierarchy = open_threaded((2,))
     with blocked_loop(hierarchy):
         hierarchy._thread.stop()
         waiting = thread(hierarchy.acquire_blocking, 0, [1])
@@ -211,15 +198,17 @@ def test_an_acquire_posted_to_a_thread_that_ends_is_refused(path):
     hierarchy.close()
 
 
-def test_a_promise_made_after_the_end_fails_at_once(path):
-    hierarchy = open_threaded(path, (2,))
+def test_a_promise_made_after_the_end_fails_at_once():
+    hierarchy = open_threaded((2,))
     hierarchy.close()
     for cancellable in (True, False):
         promise = hierarchy._thread.promise(cancellable=cancellable)
         assert isinstance(promise.exception(timeout=0), ClosedError)
 
 
-def test_the_io_thread_refuses_to_wait_for_itself(path, disk):
+def test_the_io_thread_refuses_to_wait_for_itself():
+    disk = HeldDisk()
+
     def callback(_):
         for wait in (hierarchy.close, lambda: hierarchy.acquire_blocking(0, [2])):
             try:
@@ -229,7 +218,7 @@ def test_the_io_thread_refuses_to_wait_for_itself(path, disk):
         done.set()
 
     refused, done = [], threading.Event()
-    with open_threaded(path, (2,), disk=disk) as hierarchy:
+    with open_threaded((2,), disk=disk) as hierarchy:
         disk.hold(0, 1)
         with hierarchy.acquire_blocking(0, [1]) as lease:
             lease.futures[1].add_done_callback(callback)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from threaded_stage import (
-    PACK,
     PATIENCE,
     HeldDisk,
     acquire,
@@ -32,21 +31,6 @@ from tieredmoe.errors import ClosedError
 from tieredmoe.loop_thread import LoopThread
 from tieredmoe.threaded import ThreadedHierarchy
 
-
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "experts.bin"
-    path.write_bytes(PACK.image)
-    return path
-
-
-@pytest.fixture
-def disk():
-    disk = HeldDisk()
-    yield disk
-    disk.let_all_go()
-
-
 # ---- the end by an error
 
 
@@ -55,11 +39,13 @@ class Surprise(BaseException):
 
 
 @pytest.mark.parametrize("error", [Surprise("boo"), ValueError("boo"), SystemExit(3)])
-def test_when_the_thread_dies_nobody_hangs_and_everybody_is_told(path, disk, error):
+def test_when_the_thread_dies_nobody_hangs_and_everybody_is_told(error):
+    disk = HeldDisk()
+
     def fail():
         raise error
 
-    hierarchy = open_threaded(path, (2,), disk=disk)
+    hierarchy = open_threaded((2,), disk=disk)
     disk.hold(0, 1)
     lease = hierarchy.acquire_blocking(0, [1, 2])
     disk.wait_started(0, 1)
@@ -97,12 +83,12 @@ def test_when_the_thread_dies_nobody_hangs_and_everybody_is_told(path, disk, err
     assert io_threads() == []
 
 
-def test_an_error_of_the_closing_reaches_who_closes(path, monkeypatch):
+def test_an_error_of_the_closing_reaches_who_closes(monkeypatch):
     async def fail():
         await close()
         raise OSError("no such file system")
 
-    hierarchy = open_threaded(path, (2,))
+    hierarchy = open_threaded((2,))
     source = hierarchy._hierarchy.top.source
     close = source.close
     monkeypatch.setattr(source, "close", fail)
@@ -111,12 +97,12 @@ def test_an_error_of_the_closing_reaches_who_closes(path, monkeypatch):
     assert io_threads() == []
 
 
-def test_what_is_no_failure_of_ours_is_left_to_asyncio(path, caplog):
+def test_what_is_no_failure_of_ours_is_left_to_asyncio(caplog):
     def remark(_):
         context = {"message": "a remark", "exception": ValueError("never retrieved")}
         asyncio.get_running_loop().call_exception_handler(context)
 
-    with open_threaded(path, (2,)) as hierarchy:
+    with open_threaded((2,)) as hierarchy:
         in_loop(hierarchy, remark)
         resident(hierarchy, 0, 1)
         assert_at_rest(hierarchy)
@@ -146,14 +132,14 @@ def test_an_error_of_the_winding_down_reaches_who_closes():
     assert io_threads() == []
 
 
-def test_an_error_in_the_loop_while_it_opens_closes_what_is_made_then(path):
+def test_an_error_in_the_loop_while_it_opens_closes_what_is_made_then():
     go = threading.Event()
     made = Future()
 
     async def make():
         asyncio.get_running_loop().call_soon(fail)
         await asyncio.to_thread(go.wait)
-        made.set_result(await making(path, (2,))())
+        made.set_result(await making((2,))())
         return made.result()
 
     def fail():
@@ -172,13 +158,13 @@ def test_an_error_in_the_loop_while_it_opens_closes_what_is_made_then(path):
 # ---- other processes
 
 
-def run_script(script, path):
+def run_script(script):
     """Run ``script`` with the stage at hand in an interpreter of its own."""
     prelude = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path.cwd())!r}]\n"
     prelude += "import os, threading\nfrom pathlib import Path\nfrom threaded_stage import *\n"
     prelude += "from tieredmoe.errors import ClosedError\n"
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"{prelude}path = Path({str(path)!r})\n{script}"],
+        [sys.executable, "-W", "ignore", "-c", f"{prelude}{script}"],
         capture_output=True,
         text=True,
         timeout=4 * PATIENCE,
@@ -188,7 +174,7 @@ def run_script(script, path):
 
 FORK = """
 disk = HeldDisk()
-hierarchy = open_threaded(path, (4,), disk=disk)
+hierarchy = open_threaded((4,), disk=disk)
 resident(hierarchy, 0, 1)
 lease = hierarchy.acquire_blocking(0, [1])
 disk.hold(0, 5)
@@ -226,8 +212,8 @@ print("closed")
 """
 
 
-def test_a_fork_of_the_process_is_told_and_disturbs_nothing(path):
-    child = run_script(FORK, path)
+def test_a_fork_of_the_process_is_told_and_disturbs_nothing():
+    child = run_script(FORK)
     assert child.stdout.split() == ["5", "True", "closed"]
     assert child.stderr == ""
 
@@ -235,13 +221,13 @@ def test_a_fork_of_the_process_is_told_and_disturbs_nothing(path):
 FORGOTTEN = """
 disk = HeldDisk()
 disk.hold(0, 1)
-hierarchy = open_threaded(path, (2,), disk=disk)
+hierarchy = open_threaded((2,), disk=disk)
 lease = hierarchy.acquire_blocking(0, [1, 2])
 disk.wait_started(0, 1)
 print("leaving")
 """
 
 
-def test_the_interpreter_ends_with_a_hierarchy_left_open_and_a_read_that_never_ends(path):
-    child = run_script(FORGOTTEN, path)
+def test_the_interpreter_ends_with_a_hierarchy_left_open_and_a_read_that_never_ends():
+    child = run_script(FORGOTTEN)
     assert (child.stdout, child.stderr, child.returncode) == ("leaving\n", "", 0)

@@ -5,7 +5,6 @@ from contextlib import aclosing, closing
 
 import pytest
 from threaded_stage import (
-    PACK,
     PATIENCE,
     HeldDisk,
     assert_at_rest,
@@ -19,30 +18,15 @@ from threaded_stage import (
     wait_until,
 )
 
-from tieredmoe.errors import ClosedError, WorkingSetTooLargeError
+from tieredmoe.errors import ClosedError
 from tieredmoe.policies import LRUPolicy
 from tieredmoe.threaded import ThreadedHierarchy
-
-
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "experts.bin"
-    path.write_bytes(PACK.image)
-    return path
-
-
-@pytest.fixture
-def disk():
-    disk = HeldDisk()
-    yield disk
-    disk.let_all_go()
-
 
 # ---- right bytes, both faces
 
 
-def test_a_thread_gets_the_right_bytes(path):
-    with open_threaded(path, (2, 4)) as hierarchy:
+def test_a_thread_gets_the_right_bytes():
+    with open_threaded((2, 4)) as hierarchy:
         for layer, experts in [(0, [1, 2]), (1, [7, 0, 3]), (0, [2, 5])]:
             with hierarchy.acquire_blocking(layer, experts) as lease:
                 assert sorted(lease.as_completed_blocking()) == sorted(experts)
@@ -50,9 +34,9 @@ def test_a_thread_gets_the_right_bytes(path):
         assert_at_rest(hierarchy)
 
 
-def test_a_coroutine_gets_the_right_bytes(path):
+def test_a_coroutine_gets_the_right_bytes():
     async def main():
-        async with await ThreadedHierarchy.aopen(making(path, (2, 4))) as hierarchy:
+        async with await ThreadedHierarchy.aopen(making((2, 4))) as hierarchy:
             for layer, experts in [(0, [1, 2]), (1, [7, 0, 3]), (0, [2, 5])]:
                 async with hierarchy.acquire(layer, experts) as lease:
                     assert sorted([e async for e in lease.as_completed()]) == sorted(experts)
@@ -61,8 +45,8 @@ def test_a_coroutine_gets_the_right_bytes(path):
     asyncio.run(main())
 
 
-def test_a_stream_serves_a_set_larger_than_the_tier_in_a_thread(path):
-    with open_threaded(path, (2, 3)) as hierarchy:
+def test_a_stream_serves_a_set_larger_than_the_tier_in_a_thread():
+    with open_threaded((2, 3)) as hierarchy:
         for layer in (0, 1):
             seen = []
             with closing(hierarchy.stream_blocking(layer, [3, *range(8)])) as leases:
@@ -73,7 +57,7 @@ def test_a_stream_serves_a_set_larger_than_the_tier_in_a_thread(path):
         assert_at_rest(hierarchy)
 
 
-def test_a_stream_serves_a_set_larger_than_the_tier_in_a_coroutine(path):
+def test_a_stream_serves_a_set_larger_than_the_tier_in_a_coroutine():
     async def consume(hierarchy):
         seen = []
         async with aclosing(hierarchy.stream(1, [3, *range(8)])) as leases:
@@ -82,13 +66,14 @@ def test_a_stream_serves_a_set_larger_than_the_tier_in_a_coroutine(path):
                 seen += lease.experts
         assert sorted(seen) == list(range(8))
 
-    with open_threaded(path, (2, 3)) as hierarchy:
+    with open_threaded((2, 3)) as hierarchy:
         asyncio.run(consume(hierarchy))
         assert_at_rest(hierarchy)
 
 
-def test_a_stream_yields_what_is_resident_before_what_is_read(path, disk):
-    with open_threaded(path, (4,), disk=disk) as hierarchy:
+def test_a_stream_yields_what_is_resident_before_what_is_read():
+    disk = HeldDisk()
+    with open_threaded((4,), disk=disk) as hierarchy:
         resident(hierarchy, 0, 1, 2)
         disk.hold(0, 3)
         with closing(hierarchy.stream_blocking(0, [3, 1, 2], timeout=PATIENCE)) as leases:
@@ -98,13 +83,13 @@ def test_a_stream_yields_what_is_resident_before_what_is_read(path, disk):
             assert next(leases, None) is None
 
 
-def test_an_empty_set_is_an_empty_lease_and_an_empty_stream(path):
+def test_an_empty_set_is_an_empty_lease_and_an_empty_stream():
     async def awaited(hierarchy):
         async with hierarchy.acquire(0, []) as lease:
             assert (lease.experts, lease.futures, lease.slots) == ((), {}, {})
         assert [lease async for lease in hierarchy.stream(0, [])] == []
 
-    with open_threaded(path, (2,)) as hierarchy:
+    with open_threaded((2,)) as hierarchy:
         with hierarchy.acquire_blocking(0, []) as lease:
             lease.wait()
         assert list(hierarchy.stream_blocking(0, [])) == []
@@ -112,19 +97,21 @@ def test_an_empty_set_is_an_empty_lease_and_an_empty_stream(path):
 
 
 @pytest.mark.parametrize("verb", ["acquire", "stream", "acquire_blocking", "stream_blocking"])
-def test_unknown_experts_are_refused_by_name_at_the_call(path, verb):
+def test_unknown_experts_are_refused_by_name_at_the_call(verb):
     with (
-        open_threaded(path, (2,)) as hierarchy,
+        open_threaded((2,)) as hierarchy,
         pytest.raises(ValueError, match=r"no expert 8; .* experts 0\.\.7"),
     ):
         getattr(hierarchy, verb)(0, [8])
 
 
-def test_experts_arrive_in_the_order_of_their_reads(path, disk):
+def test_experts_arrive_in_the_order_of_their_reads():
+    disk = HeldDisk()
+
     async def awaited(lease):
         return [expert async for expert in lease.as_completed()]
 
-    with open_threaded(path, (6,), disk=disk) as hierarchy:
+    with open_threaded((6,), disk=disk) as hierarchy:
         resident(hierarchy, 0, 5)
         disk.hold(0, 1, 2, 3)
         with hierarchy.acquire_blocking(0, [1, 2, 5, 3]) as lease:
@@ -139,8 +126,9 @@ def test_experts_arrive_in_the_order_of_their_reads(path, disk):
             assert list(lease.as_completed_blocking(timeout=0)) == [5, 3, 1, 2]
 
 
-def test_two_instances_do_not_know_each_other(path, disk):
-    with open_threaded(path, (2,), disk=disk) as first, open_threaded(path, (2,)) as second:
+def test_two_instances_do_not_know_each_other():
+    disk = HeldDisk()
+    with open_threaded((2,), disk=disk) as first, open_threaded((2,)) as second:
         disk.hold(0, 1)
         with first.acquire_blocking(0, [1]) as lease:
             resident(second, 0, 1)
@@ -151,8 +139,8 @@ def test_two_instances_do_not_know_each_other(path, disk):
         assert (first.stats().pack_reads, second.stats().pack_reads) == (1, 1)
 
 
-def test_it_says_what_it_is(path):
-    with open_threaded(path, (2,)) as hierarchy, hierarchy.acquire_blocking(0, [1]) as lease:
+def test_it_says_what_it_is():
+    with open_threaded((2,)) as hierarchy, hierarchy.acquire_blocking(0, [1]) as lease:
         lease.wait(PATIENCE)
         lease.wait_on(None)  # host memory: there is nothing to order
         assert hierarchy.spec.n_experts == 8
@@ -163,7 +151,7 @@ def test_it_says_what_it_is(path):
 # ---- full hits, in the caller's thread
 
 
-def test_a_full_hit_is_served_and_given_back_without_the_loop(path):
+def test_a_full_hit_is_served_and_given_back_without_the_loop():
     async def awaited(hierarchy):
         async with hierarchy.acquire(0, [2, 1]) as lease:
             assert right(lease)
@@ -171,7 +159,7 @@ def test_a_full_hit_is_served_and_given_back_without_the_loop(path):
         async with aclosing(hierarchy.stream(0, [1, 2])) as leases:
             assert [right(lease) async for lease in leases] == [True]
 
-    with open_threaded(path, (2, 4)) as hierarchy:
+    with open_threaded((2, 4)) as hierarchy:
         resident(hierarchy, 0, 1, 2)
         with blocked_loop(hierarchy):
             for _ in range(3):
@@ -187,19 +175,19 @@ def test_a_full_hit_is_served_and_given_back_without_the_loop(path):
         assert_at_rest(hierarchy)
 
 
-def test_a_full_hit_needs_no_suspension(path):
+def test_a_full_hit_needs_no_suspension():
     async def awaited(hierarchy):
         with pytest.raises(StopIteration) as done:
             hierarchy.acquire(0, [1]).__await__().send(None)
         done.value.value.release()
 
-    with open_threaded(path, (2,)) as hierarchy:
+    with open_threaded((2,)) as hierarchy:
         resident(hierarchy, 0, 1)
         asyncio.run(awaited(hierarchy))
 
 
-def test_what_has_landed_is_given_back_without_the_loop(path):
-    with open_threaded(path, (2,)) as hierarchy:
+def test_what_has_landed_is_given_back_without_the_loop():
+    with open_threaded((2,)) as hierarchy:
         lease = hierarchy.acquire_blocking(0, [1, 2])
         lease.wait(PATIENCE)
         with blocked_loop(hierarchy):
@@ -208,8 +196,8 @@ def test_what_has_landed_is_given_back_without_the_loop(path):
 
 
 @pytest.mark.parametrize("landed", [True, False])
-def test_a_lease_given_back_without_the_loop_wakes_who_waits_in_the_queue(path, landed):
-    with open_threaded(path, (2,)) as hierarchy:
+def test_a_lease_given_back_without_the_loop_wakes_who_waits_in_the_queue(landed):
+    with open_threaded((2,)) as hierarchy:
         resident(hierarchy, 0, 1, 2)
         lease = hierarchy.acquire_blocking(0, [1, 2])
         if landed:
@@ -227,7 +215,7 @@ def test_a_lease_given_back_without_the_loop_wakes_who_waits_in_the_queue(path, 
             assert right(other)
 
 
-def test_a_full_hit_does_not_overtake_who_waits_in_the_queue(path):
+def test_a_full_hit_does_not_overtake_who_waits_in_the_queue():
     order = []
 
     def take(hierarchy, name, experts):
@@ -235,7 +223,7 @@ def test_a_full_hit_does_not_overtake_who_waits_in_the_queue(path):
             order.append(name)
             lease.wait(PATIENCE)
 
-    with open_threaded(path, (2,)) as hierarchy:
+    with open_threaded((2,)) as hierarchy:
         resident(hierarchy, 0, 1)
         with hierarchy.acquire_blocking(0, [1]):
             first = thread(take, hierarchy, "first", [2, 3])
@@ -248,9 +236,9 @@ def test_a_full_hit_does_not_overtake_who_waits_in_the_queue(path):
         assert_at_rest(hierarchy)
 
 
-def test_releasing_inside_the_mutex_neither_waits_nor_forgets(path):
+def test_releasing_inside_the_mutex_neither_waits_nor_forgets():
     """As garbage collection does, when it runs a finaliser in the middle of an admission."""
-    with open_threaded(path, (2,)) as hierarchy:
+    with open_threaded((2,)) as hierarchy:
         resident(hierarchy, 0, 1, 2)
         lease = hierarchy.acquire_blocking(0, [1, 2])
         with hierarchy._hierarchy.top.residency._mutex:
@@ -259,7 +247,7 @@ def test_releasing_inside_the_mutex_neither_waits_nor_forgets(path):
         assert_at_rest(hierarchy)
 
 
-def test_a_hit_that_meets_the_closing_is_refused_with_its_pins_given_back(path):
+def test_a_hit_that_meets_the_closing_is_refused_with_its_pins_given_back():
     class ClosingPolicy(LRUPolicy):
         """Closes the tier in the middle of an admission, once."""
 
@@ -271,56 +259,9 @@ def test_a_hit_that_meets_the_closing_is_refused_with_its_pins_given_back(path):
                 self.closing()
 
     policy = ClosingPolicy(n_slots=2, layers=(0, 1), top_k=2)
-    with open_threaded(path, (2,), policy=policy) as hierarchy:
+    with open_threaded((2,), policy=policy) as hierarchy:
         resident(hierarchy, 0, 1)
         policy.closing = hierarchy._hierarchy.top.shut
         with pytest.raises(ClosedError):
             hierarchy.acquire_blocking(0, [1])
         assert_at_rest(hierarchy)
-
-
-# ---- asking for too much
-
-
-def test_a_set_that_can_never_fit_is_refused_in_both_faces(path):
-    async def awaited(hierarchy):
-        with pytest.raises(WorkingSetTooLargeError, match=r"5 distinct .* 4 slots"):
-            await hierarchy.acquire(0, range(5))
-
-    with open_threaded(path, (2, 4)) as hierarchy:
-        with pytest.raises(WorkingSetTooLargeError, match=r"5 distinct .* 4 slots"):
-            hierarchy.acquire_blocking(0, range(5))
-        asyncio.run(awaited(hierarchy))
-        assert_at_rest(hierarchy)
-
-
-@pytest.mark.parametrize("hit", [True, False])
-def test_a_thread_that_asks_for_more_than_its_own_lease_leaves_is_refused(path, hit):
-    with open_threaded(path, (2, 4)) as hierarchy:
-        if hit:
-            resident(hierarchy, 0, 0, 1, 2)
-        with hierarchy.acquire_blocking(0, [0, 1, 2]) as lease:
-            lease.wait(PATIENCE)
-            with pytest.raises(WorkingSetTooLargeError, match="3 of them held"):
-                hierarchy.acquire_blocking(0, [2, 3, 4], timeout=PATIENCE)
-            with (
-                hierarchy.acquire_blocking(0, [2, 3], timeout=PATIENCE),
-                pytest.raises(WorkingSetTooLargeError, match="4 of them held"),
-            ):
-                next(hierarchy.stream_blocking(1, [0], timeout=PATIENCE))
-        assert_at_rest(hierarchy)
-
-
-def test_a_task_that_asks_for_more_than_its_own_lease_leaves_is_refused(path):
-    async def main():
-        async with await ThreadedHierarchy.aopen(making(path, (2, 4))) as hierarchy:
-            async with hierarchy.acquire(0, [0, 1, 2]) as lease:
-                await lease.ready()
-                with pytest.raises(WorkingSetTooLargeError, match="3 of them held"):
-                    await hierarchy.acquire(0, [2, 3, 4])
-                other = asyncio.ensure_future(hierarchy.admit(0, hierarchy._keys(0, [3, 4])))
-                await asyncio.sleep(0)
-                wait_queued(hierarchy, 1)
-            (await other).release()  # another task may wait for what this one gives back
-
-    asyncio.run(main())

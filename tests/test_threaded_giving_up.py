@@ -6,7 +6,6 @@ from contextlib import aclosing, closing
 
 import pytest
 from threaded_stage import (
-    PACK,
     PATIENCE,
     HeldDisk,
     assert_at_rest,
@@ -25,26 +24,11 @@ from tieredmoe.errors import ClosedError, ExpertLoadError
 from tieredmoe.policies import LRUPolicy
 from tieredmoe.threaded import ThreadedHierarchy
 
-
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "experts.bin"
-    path.write_bytes(PACK.image)
-    return path
-
-
-@pytest.fixture
-def disk():
-    disk = HeldDisk()
-    yield disk
-    disk.let_all_go()
-
-
 # ---- giving up
 
 
-def test_a_timeout_while_waiting_for_slots_gives_everything_back(path):
-    with open_threaded(path, (2,)) as hierarchy:
+def test_a_timeout_while_waiting_for_slots_gives_everything_back():
+    with open_threaded((2,)) as hierarchy:
         with hierarchy.acquire_blocking(0, [1, 2]):
             waited = thread(lambda: hierarchy.acquire_blocking(0, [3], timeout=0))
             with pytest.raises(TimeoutError, match="layer 0: no experts within 0 s"):
@@ -52,8 +36,9 @@ def test_a_timeout_while_waiting_for_slots_gives_everything_back(path):
         assert_at_rest(hierarchy)
 
 
-def test_a_timeout_while_waiting_for_arrivals_leaves_the_lease_as_it_is(path, disk):
-    with open_threaded(path, (2,), disk=disk) as hierarchy:
+def test_a_timeout_while_waiting_for_arrivals_leaves_the_lease_as_it_is():
+    disk = HeldDisk()
+    with open_threaded((2,), disk=disk) as hierarchy:
         resident(hierarchy, 0, 1)
         disk.hold(0, 2)
         with hierarchy.acquire_blocking(0, [1, 2]) as lease:
@@ -66,8 +51,9 @@ def test_a_timeout_while_waiting_for_arrivals_leaves_the_lease_as_it_is(path, di
         assert_at_rest(hierarchy)
 
 
-def test_a_timeout_ends_a_stream_with_everything_given_back(path, disk):
-    with open_threaded(path, (2,), disk=disk) as hierarchy:
+def test_a_timeout_ends_a_stream_with_everything_given_back():
+    disk = HeldDisk()
+    with open_threaded((2,), disk=disk) as hierarchy:
         disk.hold(0, 1)
         with pytest.raises(TimeoutError):
             list(hierarchy.stream_blocking(0, [1], timeout=0))
@@ -75,16 +61,16 @@ def test_a_timeout_ends_a_stream_with_everything_given_back(path, disk):
         assert_at_rest(hierarchy)
 
 
-def test_a_grant_that_comes_after_the_timeout_is_given_back(path):
-    with open_threaded(path, (2,)) as hierarchy:
+def test_a_grant_that_comes_after_the_timeout_is_given_back():
+    with open_threaded((2,)) as hierarchy:
         with blocked_loop(hierarchy), pytest.raises(TimeoutError):
             hierarchy.acquire_blocking(0, [3], timeout=0)
         assert_at_rest(hierarchy)
 
 
-def test_an_acquire_cancelled_in_the_queue_lets_the_next_one_in(path):
+def test_an_acquire_cancelled_in_the_queue_lets_the_next_one_in():
     async def main():
-        async with await ThreadedHierarchy.aopen(making(path, (2,))) as hierarchy:
+        async with await ThreadedHierarchy.aopen(making((2,))) as hierarchy:
             async with hierarchy.acquire(0, [1, 2]) as lease:
                 await lease.ready()
                 head = asyncio.ensure_future(hierarchy.admit(0, hierarchy._keys(0, [3, 4])))
@@ -101,11 +87,11 @@ def test_an_acquire_cancelled_in_the_queue_lets_the_next_one_in(path):
     asyncio.run(main())
 
 
-def test_a_cancellation_in_the_moment_of_the_grant_gives_the_lease_back(path):
+def test_a_cancellation_in_the_moment_of_the_grant_gives_the_lease_back():
     """The I/O thread has resolved the promise; the caller is cancelled before it hears of that."""
 
     async def main():
-        async with await ThreadedHierarchy.aopen(making(path, (2,))) as hierarchy:
+        async with await ThreadedHierarchy.aopen(making((2,))) as hierarchy:
             lease = await hierarchy.acquire(0, [1, 2])
             await lease.ready()
             task = asyncio.ensure_future(hierarchy.admit(0, hierarchy._keys(0, [3])))
@@ -121,7 +107,7 @@ def test_a_cancellation_in_the_moment_of_the_grant_gives_the_lease_back(path):
     asyncio.run(main())
 
 
-def test_a_cancellation_in_the_middle_of_the_grant_gives_the_lease_back(path):
+def test_a_cancellation_in_the_middle_of_the_grant_gives_the_lease_back():
     """The I/O thread is admitting, too late to be stopped, and finds its promise cancelled."""
 
     class SlowPolicy(LRUPolicy):
@@ -136,7 +122,7 @@ def test_a_cancellation_in_the_middle_of_the_grant_gives_the_lease_back(path):
 
     async def main():
         policy = SlowPolicy(n_slots=2, layers=(0, 1), top_k=2)
-        async with await ThreadedHierarchy.aopen(making(path, (2,), policy=policy)) as hierarchy:
+        async with await ThreadedHierarchy.aopen(making((2,), policy=policy)) as hierarchy:
             task = asyncio.ensure_future(hierarchy.admit(0, hierarchy._keys(0, [3])))
             await asyncio.sleep(0)
             assert policy.admitting.wait(PATIENCE)
@@ -149,11 +135,11 @@ def test_a_cancellation_in_the_middle_of_the_grant_gives_the_lease_back(path):
     asyncio.run(main())
 
 
-def test_a_cancellation_before_the_grant_stops_it(path):
+def test_a_cancellation_before_the_grant_stops_it():
     """The caller is cancelled while the I/O thread is busy, and before it looks at the acquire."""
 
     async def main():
-        async with await ThreadedHierarchy.aopen(making(path, (2,))) as hierarchy:
+        async with await ThreadedHierarchy.aopen(making((2,))) as hierarchy:
             with blocked_loop(hierarchy):
                 task = asyncio.ensure_future(hierarchy.admit(0, hierarchy._keys(0, [3])))
                 await asyncio.sleep(0)
@@ -166,9 +152,11 @@ def test_a_cancellation_before_the_grant_stops_it(path):
     asyncio.run(main())
 
 
-def test_a_cancelled_waiter_cancels_nobody_else(path, disk):
+def test_a_cancelled_waiter_cancels_nobody_else():
+    disk = HeldDisk()
+
     async def main():
-        async with await ThreadedHierarchy.aopen(making(path, (4,), disk=disk)) as hierarchy:
+        async with await ThreadedHierarchy.aopen(making((4,), disk=disk)) as hierarchy:
             disk.hold(0, 1)
             async with hierarchy.acquire(0, [1]) as mine, hierarchy.acquire(0, [1, 2]) as yours:
                 waiting = [asyncio.ensure_future(lease.ready()) for lease in (mine, mine, yours)]
@@ -185,8 +173,9 @@ def test_a_cancelled_waiter_cancels_nobody_else(path, disk):
     asyncio.run(main())
 
 
-def test_releasing_in_mid_read_ends_all_waits_for_the_lease(path, disk):
-    with open_threaded(path, (2,), disk=disk) as hierarchy:
+def test_releasing_in_mid_read_ends_all_waits_for_the_lease():
+    disk = HeldDisk()
+    with open_threaded((2,), disk=disk) as hierarchy:
         disk.hold(0, 1)
         lease = hierarchy.acquire_blocking(0, [1])
         waiting = thread(lease.wait)
@@ -202,11 +191,11 @@ def test_releasing_in_mid_read_ends_all_waits_for_the_lease(path, disk):
         assert_at_rest(hierarchy)
 
 
-def test_nothing_is_handed_out_of_a_lease_that_was_released(path):
+def test_nothing_is_handed_out_of_a_lease_that_was_released():
     async def awaited(lease):
         await lease.ready()
 
-    with open_threaded(path, (2,)) as hierarchy:
+    with open_threaded((2,)) as hierarchy:
         resident(hierarchy, 0, 1)
         for experts in ([1], [1, 2]):
             lease = hierarchy.acquire_blocking(0, experts)
@@ -220,22 +209,24 @@ def test_nothing_is_handed_out_of_a_lease_that_was_released(path):
         assert_at_rest(hierarchy)
 
 
-def test_leaving_a_stream_early_gives_everything_back(path):
+def test_leaving_a_stream_early_gives_everything_back():
     async def awaited(hierarchy):
         async with aclosing(hierarchy.stream(0, range(8))) as leases:
             async for _ in leases:
                 break
 
-    with open_threaded(path, (2, 4)) as hierarchy:
+    with open_threaded((2, 4)) as hierarchy:
         with closing(hierarchy.stream_blocking(0, range(8))) as leases:
             next(leases)
         asyncio.run(awaited(hierarchy))
         assert_at_rest(hierarchy)
 
 
-def test_a_stream_cancelled_while_it_waits_gives_everything_back(path, disk):
+def test_a_stream_cancelled_while_it_waits_gives_everything_back():
+    disk = HeldDisk()
+
     async def main():
-        async with await ThreadedHierarchy.aopen(making(path, (2, 4), disk=disk)) as hierarchy:
+        async with await ThreadedHierarchy.aopen(making((2, 4), disk=disk)) as hierarchy:
             disk.hold(0, *range(8))
             task = asyncio.ensure_future(anext(hierarchy.stream(0, range(8))))
             await asyncio.to_thread(disk.wait_started, 0, 0)
@@ -252,13 +243,15 @@ def test_a_stream_cancelled_while_it_waits_gives_everything_back(path, disk):
 
 
 @pytest.mark.parametrize("slots", [(4,), (2, 4)])
-def test_a_failed_read_reaches_every_waiter_and_the_next_acquire_starts_clean(path, disk, slots):
+def test_a_failed_read_reaches_every_waiter_and_the_next_acquire_starts_clean(slots):
+    disk = HeldDisk()
+
     async def awaited(hierarchy):
         async with hierarchy.acquire(1, [3]) as lease:
             with pytest.raises(ExpertLoadError, match="layer 1, expert 3"):
                 await lease.ready()
 
-    with open_threaded(path, slots, disk=disk) as hierarchy:
+    with open_threaded(slots, disk=disk) as hierarchy:
         disk.spoil(1, 3)
         with hierarchy.acquire_blocking(1, [3, 4]) as lease:
             with pytest.raises(ExpertLoadError, match="layer 1, expert 3"):
@@ -278,7 +271,7 @@ def test_a_failed_read_reaches_every_waiter_and_the_next_acquire_starts_clean(pa
 # ---- counters
 
 
-def test_the_policy_is_called_inside_the_mutex_only(path):
+def test_the_policy_is_called_inside_the_mutex_only():
     class Guarded:
         """Forwards to ``policy``, and notes every call made by a thread that is not alone in it."""
 
@@ -292,7 +285,7 @@ def test_the_policy_is_called_inside_the_mutex_only(path):
             return getattr(self.policy, name)
 
     policy = Guarded(LRUPolicy(n_slots=2, layers=(0, 1), top_k=2))
-    with open_threaded(path, (2,), policy=policy) as hierarchy:
+    with open_threaded((2,), policy=policy) as hierarchy:
         policy.mutex = hierarchy._hierarchy.top.residency._mutex
         for experts in ([1, 2], [1, 2], [3], [3, 1]):
             resident(hierarchy, 0, *experts)
@@ -303,14 +296,14 @@ def test_the_policy_is_called_inside_the_mutex_only(path):
     assert all(alone for _, alone in policy.calls)
 
 
-def test_executed_experts_are_booked_by_one_thread_at_a_time(path):
+def test_executed_experts_are_booked_by_one_thread_at_a_time():
     class Watched(dict):
         def __setitem__(self, layer, n_pairs):
             alone.append(hierarchy._booking.locked())
             super().__setitem__(layer, n_pairs)
 
     alone = []
-    with open_threaded(path, (2,)) as hierarchy:
+    with open_threaded((2,)) as hierarchy:
         hierarchy._hierarchy.executed_experts = Watched(hierarchy._hierarchy.executed_experts)
         hierarchy.count_executed(0, 3)
         hierarchy.count_executed(0, 4)
@@ -318,9 +311,9 @@ def test_executed_experts_are_booked_by_one_thread_at_a_time(path):
     assert alone == [True, True]
 
 
-def test_steps_of_full_hits_are_counted_for_snapshots(path, tmp_path):
+def test_steps_of_full_hits_are_counted_for_snapshots(tmp_path):
     where = tmp_path / "stats.json"
-    with open_threaded(path, (2,), stats_path=where, stats_every=2) as hierarchy:
+    with open_threaded((2,), stats_path=where, stats_every=2) as hierarchy:
         resident(hierarchy, 0, 1)
         hierarchy.acquire_blocking(0, [1]).release()
         assert in_loop(hierarchy, lambda core: core._snapshots._writing) is not None

@@ -9,7 +9,6 @@ from contextlib import aclosing, closing
 
 import pytest
 from threaded_stage import (
-    PACK,
     PATIENCE,
     HeldDisk,
     assert_at_rest,
@@ -23,13 +22,6 @@ from threaded_stage import (
 from tieredmoe.errors import ClosedError, ExpertLoadError
 
 N_ROUNDS = 60
-
-
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "experts.bin"
-    path.write_bytes(PACK.image)
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +87,8 @@ def awaiting(hierarchy, seed, n_tasks=3):
 
 
 @pytest.mark.parametrize("slots", [(4,), (2, 3), (12, 1, 2)])
-def test_threads_and_loops_get_the_right_bytes_and_exact_counts(path, slots):
-    with open_threaded(path, slots) as hierarchy:
+def test_threads_and_loops_get_the_right_bytes_and_exact_counts(slots):
+    with open_threaded(slots) as hierarchy:
         works = [blocking(hierarchy, seed) for seed in range(3)]
         works += [awaiting(hierarchy, seed) for seed in (10, 20)]
         run_all(works)
@@ -117,14 +109,14 @@ def test_threads_and_loops_get_the_right_bytes_and_exact_counts(path, slots):
             assert stats.pack_reads == n_filled
 
 
-def test_hits_and_releases_in_many_threads_leave_the_books_in_order(path):
+def test_hits_and_releases_in_many_threads_leave_the_books_in_order():
     def work(hierarchy, seed):
         rng = random.Random(seed)
         for _ in range(1500):
             with hierarchy.acquire_blocking(0, rng.sample(range(6), k=4)):
                 hierarchy.count_executed(0, 4)
 
-    with open_threaded(path, (6,)) as hierarchy:
+    with open_threaded((6,)) as hierarchy:
         resident(hierarchy, 0, *range(6))
         run_all([lambda seed=seed: work(hierarchy, seed) for seed in range(4)])
         assert_at_rest(hierarchy)
@@ -133,7 +125,7 @@ def test_hits_and_releases_in_many_threads_leave_the_books_in_order(path):
         assert stats.executed_experts[0] == 4 * 1500 * 4
 
 
-def test_hits_and_misses_wake_each_other_up_for_ever(path):
+def test_hits_and_misses_wake_each_other_up_for_ever():
     """Fast leases over all slots, and one who must get some: a lost wake-up would hang here."""
 
     def hit(hierarchy, stopped):
@@ -147,13 +139,13 @@ def test_hits_and_misses_wake_each_other_up_for_ever(path):
                 lease.wait(PATIENCE)
         stopped.set()
 
-    with open_threaded(path, (2,)) as hierarchy:
+    with open_threaded((2,)) as hierarchy:
         stopped = threading.Event()
         run_all([lambda: hit(hierarchy, stopped)] * 2 + [lambda: miss(hierarchy, stopped)])
         assert_at_rest(hierarchy)
 
 
-def test_streams_in_threads_and_loops_take_turns(path):
+def test_streams_in_threads_and_loops_take_turns():
     def blocking_stream(hierarchy, layer):
         for _ in range(5):
             with closing(hierarchy.stream_blocking(layer, range(8))) as leases:
@@ -169,7 +161,7 @@ def test_streams_in_threads_and_loops_take_turns(path):
                     seen += lease.experts
             assert sorted(seen) == list(range(8))
 
-    with open_threaded(path, (2, 3)) as hierarchy:
+    with open_threaded((2, 3)) as hierarchy:
         run_all(
             [lambda layer=layer: blocking_stream(hierarchy, layer) for layer in (0, 1)]
             + [
@@ -233,10 +225,10 @@ def cancelled(hierarchy, seed):
 
 
 @pytest.mark.parametrize("slots", [(4,), (2, 3)])
-def test_a_storm_of_cancellations_timeouts_and_errors_leaves_nothing_behind(path, slots):
+def test_a_storm_of_cancellations_timeouts_and_errors_leaves_nothing_behind(slots):
     disk = HeldDisk()
     disk.spoil(1, 7)
-    with open_threaded(path, slots, disk=disk) as hierarchy:
+    with open_threaded(slots, disk=disk) as hierarchy:
         works = [impatient(hierarchy, seed) for seed in range(2)]
         works += [cancelled(hierarchy, seed) for seed in (10, 20)]
         run_all(works)
@@ -247,8 +239,8 @@ def test_a_storm_of_cancellations_timeouts_and_errors_leaves_nothing_behind(path
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_closing_in_the_middle_of_a_storm_ends_it_for_all(path, seed):
-    hierarchy = open_threaded(path, (2, 3))
+def test_closing_in_the_middle_of_a_storm_ends_it_for_all(seed):
+    hierarchy = open_threaded((2, 3))
 
     def in_thread(seed):
         rng = random.Random(seed)

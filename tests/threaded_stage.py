@@ -1,4 +1,4 @@
-"""A threaded hierarchy over a real file whose reads can be held, and looks into its loop."""
+"""A threaded hierarchy over a file in memory whose reads can be held, and looks into its loop."""
 
 import asyncio
 import errno
@@ -6,10 +6,11 @@ import os
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 
 from tieredmoe.backends import BackendInfo, ThreadsBackend
-from tieredmoe.backends.probe import DataFile
+from tieredmoe.backends.datafile import DataFile
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.pack.source import PackSource
 from tieredmoe.policies import make_policy
@@ -75,11 +76,13 @@ def place(layer, expert):
     return PACK.locate(ExpertKey(layer, expert)).offset
 
 
-def making(path, slots, *, disk=os.preadv, policy="lru", **options):
-    """What ``ThreadedHierarchy.open`` takes: a chain over ``path``, ``slots`` from the disk up."""
+def making(slots, *, disk=os.preadv, policy="lru", **options):
+    """What ``ThreadedHierarchy.open`` takes: a chain over ``PACK``, ``slots`` from the disk up."""
 
     async def make():
-        file = DataFile(path, os.open(path, os.O_RDONLY), direct=False, reason="asked")
+        fd = os.memfd_create("experts")
+        os.write(fd, PACK.image)
+        file = DataFile(Path(f"/proc/self/fd/{fd}"), fd, direct=False, reason="asked")
         info = BackendInfo("threads", False, PAGE_NBYTES, 1 << 20, file.reason)
         source = PackSource(PACK, ThreadsBackend([file], info=info, preadv=disk, n_threads=8))
         for i, n_slots in enumerate(slots):
@@ -208,8 +211,8 @@ def thread(target, *args):
     return outcome
 
 
-def open_threaded(path, slots, **options):
-    return ThreadedHierarchy.open(making(path, slots, **options))
+def open_threaded(slots, **options):
+    return ThreadedHierarchy.open(making(slots, **options))
 
 
 def io_threads():

@@ -7,12 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tieredmoe.copying import Ticket
-from tieredmoe.errors import ClosedError, WorkingSetTooLargeError
-from tieredmoe.lease import Lease, Leases
+from tieredmoe.errors import ClosedError, QueueFullError, WorkingSetTooLargeError
+from tieredmoe.trace import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tieredmoe.lease import Lease, Leases
     from tieredmoe.spec import ExpertKey
 
 
@@ -26,28 +27,31 @@ async def admit(
 ) -> Lease:
     """A lease on ``keys`` (distinct, of ``layer``) in the top tier; suspends only if it must queue.
 
-    It belongs to ``owner``, by default the current task.
+    It belongs to ``owner``, by default the current task. Cancellation at any moment, also in the
+    tick of the grant, gives everything back.
 
-    Cancellation at any moment, also in the tick of the grant, gives everything back.
-
-    Raises ``WorkingSetTooLargeError`` at once if the set can never be granted: it is larger than
-    the tier, or larger than what is left of it by the leases of owners that wait while they hold,
-    this one among them. Raises ``ClosedError``.
+    Raises at once ``WorkingSetTooLargeError`` if the set can never be granted: it is larger than
+    the tier, or than what is left of it by the leases of owners that wait while they hold, this one
+    among them; ``QueueFullError`` if it would have to wait and ``leases.waiting_max`` others do;
+    ``ClosedError``, also later.
     """
     tier = leases.tier
     n_slots = tier.residency.n_slots
     if len(keys) > n_slots:
         raise WorkingSetTooLargeError(n_wanted=len(keys), n_slots=n_slots)
     owner = owner or asyncio.current_task()
-    entries = tier.try_admit(keys)
-    if entries is not None:
-        return Lease(leases, layer, entries, owner=owner, wake=wake)
+    admission = tier.try_admit(keys)
+    if admission is not None:
+        return leases.grant(layer, admission, owner=owner, wake=wake)
     holds = bool(leases.held_by({owner}))
     if holds:
         # Those who wait while they hold give nothing back before they are served.
         held = leases.held_by(leases.waiting | {owner})
         if len(held.union(keys)) > n_slots:
             raise WorkingSetTooLargeError(n_wanted=len(keys), n_slots=n_slots, n_held=len(held))
+    goes_ahead = holds and tier.residency.n_fitting(keys) == len(keys)
+    if tier.n_waiting >= leases.waiting_max and not goes_ahead:
+        raise QueueFullError(waiting_max=leases.waiting_max)
     waiting = _Waiting(leases, layer, keys, owner, wake)
     # Ahead of the queue, for whoever is in it may be waiting for what this owner holds.
     tier.enqueue(waiting.ticket, ahead=holds)
@@ -83,22 +87,36 @@ class _Waiting:
         self.granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self.ticket = Ticket(keys, self._on_granted, self._on_refused)
         self._lease: Lease | None = None
-        self._make = partial(Lease, leases, layer, owner=owner, wake=wake)
+        self._refused = False
+        self._layer = layer
         self._tier = leases.tier
+        number = self._note(EventKind.QUEUED, None)
+        self._make = partial(leases.grant, layer, owner=owner, wake=wake, number=number)
+        self._number = number
 
     def give_up(self) -> None:
         """Leave the queue, or give back what was granted meanwhile."""
-        if self._lease is None:
-            self._tier.withdraw(self.ticket)
-        else:
+        if self._lease is not None:
             self._lease.release()
+        elif not self._refused:
+            self._note(EventKind.LEFT, self._number)
+            self._tier.withdraw(self.ticket)
 
     def _on_granted(self) -> None:
-        assert self.ticket.entries is not None
-        self._lease = self._make(self.ticket.entries)
+        assert self.ticket.admission is not None
+        self._lease = self._make(self.ticket.admission)
         if not self.granted.done():
             self.granted.set_result(self._lease)
 
     def _on_refused(self, error: BaseException) -> None:
+        self._refused = True
+        self._note(EventKind.LEFT, self._number)
         if not self.granted.done():
             self.granted.set_exception(error)
+
+    def _note(self, kind: EventKind, number: int | None) -> int | None:
+        trace = self._tier.trace
+        if trace is None:
+            return None
+        experts = tuple(key.expert for key in self.ticket.keys)
+        return trace.note_acquire(kind, self._tier.name, self._layer, experts, acquire=number)

@@ -14,7 +14,8 @@ from tieredmoe.policies import POLICIES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-BACKENDS = ("auto", "threads", "buffered")
+BACKENDS = ("auto", "uring", "threads", "buffered")
+READ_SPLITS_MAX = 16
 VERIFY_MODES = ("off", "first_read", "always")
 
 
@@ -40,7 +41,17 @@ class HierarchyConfig:
     policy: str = "lfu_lru"
     """Eviction policy of the top tier."""
     backend: str = "auto"
-    """How to read: ``auto`` never means the page cache, ``buffered`` asks for it."""
+    """How to read: ``auto`` is ``uring``, else ``threads``; ``buffered`` is the page cache."""
+    allow_buffered: bool = False
+    """Whether the page cache will do where direct reads cannot be had."""
+    strict: bool = False
+    """Refuse to open with anything less than the best that ``backend`` stands for."""
+    read_splits: int = 1
+    """In how many parallel parts to read one record."""
+    window: int | str | None = None
+    """Bytes in flight per drive at most; None: half of what its queue takes."""
+    waiting_max: int = 1024
+    """Acquires and streams that may wait for slots at once; one more is refused."""
     verify: str = "off"
     """Which reads to check against the pack's digests: ``off``, ``first_read`` or ``always``."""
     repair_from: Path | None = attrs.field(default=None, converter=_absolute)
@@ -49,25 +60,44 @@ class HierarchyConfig:
     """Where to keep a JSON snapshot of the counters."""
     stats_every: int = 1000
     """Acquires between two snapshots."""
+    trace_events: int = 0
+    """Events to keep of what happened when (``Hierarchy.trace``); 0 records nothing."""
 
     def __attrs_post_init__(self) -> None:
-        problems = [*self._size_problems(), *self._choice_problems(), *self._path_problems()]
+        problems = [
+            *self._size_problems(),
+            *self._limit_problems(),
+            *self._choice_problems(),
+            *self._switch_problems(),
+            *self._path_problems(),
+        ]
         raise_config_problems("HierarchyConfig", problems)
 
     def _size_problems(self) -> Iterator[str]:
-        for name in ("vram", "reserve"):
+        for name in ("vram", "reserve", "window"):
             value = getattr(self, name)
+            if name == "window" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | str):
                 yield f"{name}: {value!r} is neither a number of bytes nor a text"
-            elif name == "vram" or not self._reserves_nothing:
+            elif name != "reserve" or not self._reserves_nothing:
                 try:
-                    parse_size(value, whole_nbytes=2**40)
+                    parse_size(value, whole_nbytes=None if name == "window" else 2**40)
                 except ConfigError as error:
                     yield f"{name}: {error}"
         if not _is_int(self.stage_slots) or not 0 <= self.stage_slots <= 1024:
             yield f"stage_slots: {self.stage_slots!r} is not a number from 0 to 1024"
+        if not _is_int(self.read_splits) or not 1 <= self.read_splits <= READ_SPLITS_MAX:
+            splits = f"a number from 1 to {READ_SPLITS_MAX}"
+            yield f"read_splits: {self.read_splits!r} is not {splits}"
         if not _is_int(self.stats_every) or self.stats_every < 1:
             yield f"stats_every: {self.stats_every!r} is not a positive number"
+
+    def _limit_problems(self) -> Iterator[str]:
+        for name, least, most in (("waiting_max", 1, 2**20), ("trace_events", 0, 2**24)):
+            value = getattr(self, name)
+            if not _is_int(value) or not least <= value <= most:
+                yield f"{name}: {value!r} is not a number from {least} to {most}"
 
     def _choice_problems(self) -> Iterator[str]:
         choices = {"policy": tuple(POLICIES), "backend": BACKENDS, "verify": VERIFY_MODES}
@@ -75,6 +105,14 @@ class HierarchyConfig:
             value = getattr(self, name)
             if value not in known:
                 yield f"{name}: {value!r} is not one of {', '.join(known)}"
+
+    def _switch_problems(self) -> Iterator[str]:
+        for name in ("allow_buffered", "strict"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                yield f"{name}: {value!r} is neither True nor False"
+        if self.strict is True and self.allow_buffered is True:
+            yield "strict: it refuses what allow_buffered allows; choose one of them"
 
     def _path_problems(self) -> Iterator[str]:
         for name in ("repair_from", "stats_path"):
@@ -91,6 +129,11 @@ class HierarchyConfig:
     def _reserves_nothing(self) -> bool:
         # The size grammar has no word for it.
         return self.reserve in {0, "0"}
+
+    @property
+    def window_nbytes(self) -> int | None:
+        """Bytes in flight per drive at most, None for as many as suit it."""
+        return None if self.window is None else parse_size(self.window)
 
     def reserve_nbytes(self, free_nbytes: int) -> int:
         """Bytes to leave alone of the ``free_nbytes`` there are."""

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tieredmoe.memory.protocol import Slot
-    from tieredmoe.residency import Entry
+    from tieredmoe.residency import Admission, Entry
     from tieredmoe.spec import ExpertKey
     from tieredmoe.tier import Tier
 
 
 class Ticket:
-    """A place in a tier's queue; ``entries`` is set, pinned, by the grant."""
+    """A place in a tier's queue; ``admission`` is set, its entries pinned, by the grant."""
 
-    __slots__ = ("entries", "keys", "on_granted", "on_refused")
+    __slots__ = ("admission", "keys", "on_granted", "on_refused")
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Ticket:
         self.keys = keys
         self.on_granted = on_granted
         self.on_refused = on_refused
-        self.entries: list[Entry] | None = None
+        self.admission: Admission | None = None
 
 
 class CopyFill:
@@ -55,15 +55,15 @@ class CopyFill:
         if self.done.done():
             return False
         self.done.cancel()
-        if self.ticket.entries:
-            entry = self.ticket.entries[0]
+        if self.ticket.admission is not None:
+            entry = self.ticket.admission.entries[0]
             entry.waiters.remove(self._arrived)
         self._tier.withdraw(self.ticket)
         return True
 
     def _granted(self) -> None:
-        assert self.ticket.entries
-        entry = self.ticket.entries[0]
+        assert self.ticket.admission is not None
+        entry = self.ticket.admission.entries[0]
         if entry.state is READY:
             self._copy(entry)
         else:
@@ -83,7 +83,7 @@ class CopyFill:
         tier = self._tier
         parts = tier.source.parts(self._key)
         source = tier.arena.slot(entry.slot_index)
-        tier.begin_transfer()
+        tier.begin_copy(entry)
         try:
             fence = self._target.arena.copy_from(source, self._target, parts)
         except Exception as error:  # noqa: BLE001 (a failed copy fails the expert, not the loop)

@@ -70,6 +70,17 @@ class WorkingSetTooLargeError(TieredMoEError, ValueError):
         )
 
 
+class QueueFullError(TieredMoEError, RuntimeError):
+    """As many acquires wait for slots as may; this one was refused at once and changed nothing."""
+
+    def __init__(self, *, waiting_max: int) -> None:
+        self.waiting_max = waiting_max
+        super().__init__(
+            f"{waiting_max} acquires wait for slots of the tier already, which is the limit: "
+            "release leases sooner, run fewer requests side by side, or raise waiting_max"
+        )
+
+
 class ReadError(TieredMoEError, OSError):
     """One read failed for good: path, offset, length and errno are attributes and in the text.
 
@@ -144,8 +155,23 @@ class DirectIOUnavailableError(TieredMoEError, RuntimeError):
         super().__init__(f"{path}: no direct I/O ({reason}); {hint}")
 
 
+class BackendUnavailableError(TieredMoEError, RuntimeError):
+    """A read backend cannot be had on this machine; ``reason`` is a code, the text says what to do.
+
+    ``DirectIOUnavailableError`` is about one path, this about the process.
+    """
+
+    def __init__(self, backend: str, reason: str, hint: str) -> None:
+        self.backend = backend
+        self.reason = reason
+        super().__init__(f"the backend {backend!r} cannot be had here ({reason}): {hint}")
+
+
 class ClosedError(TieredMoEError, RuntimeError):
-    """The hierarchy, tier or backend was closed before or while the call was waiting."""
+    """The hierarchy, tier or backend was closed before or while the call was waiting.
+
+    A backend is closed, too, in a child of the process that opened it.
+    """
 
 
 class TokenizerError(TieredMoEError, ValueError):

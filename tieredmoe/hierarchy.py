@@ -18,33 +18,49 @@ from tieredmoe.snapshots import SnapshotFile
 from tieredmoe.spec import ExpertKey
 from tieredmoe.stats import Stats
 from tieredmoe.tier import Tier
+from tieredmoe.trace import EventKind, TraceRing
 from tieredmoe.waves import stream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
 
     from tieredmoe.source import Source
     from tieredmoe.spec import MoESpec
+    from tieredmoe.trace import Event
 
 
 class Hierarchy:
     """Serves the experts of ``spec`` from the tier ``top``; an async context manager.
 
-    With a ``stats_path`` the counters are written there every ``stats_every`` steps (a step is an
-    acquire or a stream) and at the close. Bound to the running loop and not thread-safe, save for
-    ``hits``, ``keys`` and ``stats``, on which ``tieredmoe.threaded`` builds.
+    At most ``waiting_max`` acquires and streams wait for slots; one more is refused. With a
+    ``stats_path`` the counters are written there every ``stats_every`` steps (a step is an acquire
+    or a stream) and at the close. With ``trace_events`` the last so many events of all tiers are
+    kept (``trace``). Bound to the running loop and not thread-safe, save for ``hits``, ``keys``,
+    ``stats`` and ``trace``, on which ``tieredmoe.threaded`` builds.
     """
 
     def __init__(
-        self, top: Tier, spec: MoESpec, *, stats_path: Path | None = None, stats_every: int = 1000
+        self,
+        top: Tier,
+        spec: MoESpec,
+        *,
+        waiting_max: int = 1024,
+        stats_path: Path | None = None,
+        stats_every: int = 1000,
+        trace_events: int = 0,
     ) -> None:
         self.top = top
         self.spec = spec
         self._steps = count(1)
         self.executed_experts = dict.fromkeys(spec.layers, 0)
-        self._leases = Leases(top)
+        self._leases = Leases(top, waiting_max=waiting_max)
+        self._trace: TraceRing | None = None
+        if trace_events:
+            self._trace = TraceRing(trace_events, clock=asyncio.get_running_loop().time)
+            for tier in self._tiers():
+                tier.trace = self._trace
         self._snapshots = (
             None
             if stats_path is None
@@ -62,10 +78,13 @@ class Hierarchy:
         needs no suspension; experts that were absent land one by one (``lease.as_completed()``). A
         set that must wait for slots waits in one first-come, first-served queue, holding nothing.
 
-        Cancelling it at any await gives everything back. A task should hold one lease at a time.
+        It waits for as long as other leases hold the slots; ``asyncio.timeout`` limits that.
+        Cancelling it, at any await, takes it out of the queue or gives back what it was granted,
+        and lets the next one in. A task should hold one lease at a time.
 
         Raises ``WorkingSetTooLargeError`` at once for a set that can never fit (``stream`` serves
-        it), ``ValueError`` for a layer or expert the model does not have, ``ClosedError``.
+        it), ``QueueFullError`` at once if it had to wait and as many do as may, ``ValueError`` for
+        a layer or expert the model does not have, ``ClosedError``.
         """
         return Acquire(self.admit, layer, self.keys(layer, experts))
 
@@ -74,9 +93,11 @@ class Hierarchy:
     ) -> AsyncGenerator[Lease, None]:
         """Yield leases that together hold each distinct expert once, as they land; any set size.
 
-        The leases belong to ``owner``, by default the task that iterates.
-        A lease is released when the iteration goes on. Leaving the loop early needs ``aclose`` (use
-        ``contextlib.aclosing``). Raises as ``acquire`` does, and ``ExpertLoadError``.
+        The leases belong to ``owner``, by default the task that iterates. A lease is released when
+        the iteration goes on, which waits for arrivals, and with nothing in its hands for slots.
+        Leaving the loop early needs ``aclose`` (use ``contextlib.aclosing``); an error, a timeout
+        or a cancellation ends the stream with everything given back. Raises as ``acquire`` does
+        (``QueueFullError`` also later, between two waves), and ``ExpertLoadError``.
         """
         keys = self.keys(layer, experts)
         self._step()
@@ -118,7 +139,7 @@ class Hierarchy:
             pack_read_bytes=disk.pack_read_bytes,
             pack_payload_bytes=disk.pack_payload_bytes,
             h2d_bytes=below.copied_nbytes if isinstance(below, Tier) else 0,
-            fallback_count=disk.fallback_count,
+            fallback_count=len(disk.fallbacks),
             io_errors=sum(read_errors.values()),
             read_errors=read_errors,
             retries=disk.retries,
@@ -131,37 +152,53 @@ class Hierarchy:
             resident_experts=len(residency.entries),
             backend=disk.backend,
             direct_io=disk.direct_io,
+            fallbacks=disk.fallbacks,
+            drives=disk.drives,
         )
+
+    def trace(self) -> tuple[Event, ...]:
+        """What happened last, in order; empty without ``trace_events``. Also after the close.
+
+        The number of the first event says how many older ones have been dropped.
+        """
+        return () if self._trace is None else self._trace.snapshot()
 
     async def close(self) -> None:
         """Release all leases, refuse what waits, drain all I/O, free the memory. Idempotent.
 
-        It always runs to its end: a cancellation that arrives meanwhile is raised afterwards, since
-        memory must not go away under a running read.
+        It always runs to its end, statistics written: a cancellation (or a timeout) that arrives
+        meanwhile is raised afterwards, since memory must not go away under a running read.
         """
         cancelled: asyncio.CancelledError | None = None
         self.top.shut()  # first, or a released slot would go to someone in the queue
         self._leases.release_all()
-        while True:
+        closers = [self.top.close]
+        if self._snapshots is not None:
+            closers.append(self._snapshots.close)
+        while closers:
             try:
-                await self.top.close()
-                break
+                await closers[0]()
+                del closers[0]
             except asyncio.CancelledError as error:
                 cancelled = error
-        if self._snapshots is not None:
-            await self._snapshots.close()
         if cancelled is not None:
             raise cancelled
 
     def check(self) -> None:
-        """Assert the invariants of every tier; O(n), for tests."""
-        tier: Source = self.top
-        while isinstance(tier, Tier):
+        """Assert the invariants and limits of every tier; O(n), for tests."""
+        waiting_max = self._leases.waiting_max
+        for tier in self._tiers():
             tier.check()
-            tier = tier.source
+            assert tier.n_waiting <= waiting_max, f"{tier}: more than {waiting_max} wait"
+            waiting_max = tier.residency.n_slots  # the next one's copies go into this one's slots
+        if self._trace is not None:
+            self._trace.check()
 
     async def admit(self, layer: int, keys: list[ExpertKey], *, owner: object = None) -> Lease:
-        """A lease on ``keys``, all of ``layer``, for ``owner``: by default the current task."""
+        """A lease on ``keys``, all of ``layer``, for ``owner``: by default the current task.
+
+        What ``acquire`` awaits, with its errors; cancelled, it gives everything back.
+        """
         lease = await admit(self._leases, layer, keys, owner=owner)
         self._step()
         return lease
@@ -177,6 +214,10 @@ class Hierarchy:
         if entries is None:
             return None
         lease = Lease(self._leases, layer, entries, owner=owner)
+        if self._trace is not None:
+            lease.number = self._trace.note_acquire(
+                EventKind.ACQUIRED, self.top.name, layer, lease.experts, hits=len(entries)
+            )
         self._step()
         return lease
 
@@ -184,6 +225,13 @@ class Hierarchy:
     def closed(self) -> bool:
         """Whether ``close`` has begun."""
         return self.top.closed
+
+    def _tiers(self) -> Iterator[Tier]:
+        """The tiers from the top down, as far as they follow each other."""
+        source: Source = self.top
+        while isinstance(source, Tier):
+            yield source
+            source = source.source
 
     def _step(self) -> None:
         n_steps = next(self._steps)  # one step of the interpreter: no two threads get the same
@@ -225,7 +273,10 @@ L = TypeVar("L", bound=Releasable)
 
 
 class Acquire(Generic[L]):
-    """What ``acquire`` returns: await it once for a lease, or enter it with ``async with``."""
+    """What ``acquire`` returns: await it once for a lease, or enter it with ``async with``.
+
+    Nothing is asked for before that. Cancelled while it waits, it has taken nothing.
+    """
 
     __slots__ = ("_admit", "_keys", "_layer", "_lease")
 

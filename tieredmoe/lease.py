@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 from tieredmoe.errors import ClosedError
 from tieredmoe.residency import ABSENT, FILLING, READY, Entry
 from tieredmoe.source import load_error
+from tieredmoe.trace import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tieredmoe.memory.protocol import Slot
+    from tieredmoe.residency import Admission
     from tieredmoe.spec import ExpertKey
     from tieredmoe.tier import Tier
 
@@ -33,13 +35,40 @@ class Leases:
     Being one operation of a dict, that is right between threads, too.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, *, waiting_max: int) -> None:
+        """Lease out the slots of ``tier``, with ``waiting_max`` acquires in its queue at most."""
         self.tier = tier
+        self.waiting_max = waiting_max
         self.landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.landed.set_result(None)
         self.owners: dict[Lease, object] = {}
         self.waiting: set[object] = set()
         """Owners that hold leases and stand in the queue for more."""
+
+    def grant(
+        self,
+        layer: int,
+        admission: Admission,
+        *,
+        owner: object,
+        wake: asyncio.Event | None = None,
+        number: int | None = None,
+    ) -> Lease:
+        """The lease on what was admitted just now, for an acquire that queued as ``number``."""
+        lease = Lease(self, layer, admission.entries, owner=owner, wake=wake)
+        if self.tier.trace is not None:
+            n_misses = len(lease.misses)
+            lease.number = self.tier.trace.note_acquire(
+                EventKind.ACQUIRED if number is None else EventKind.GRANTED,
+                self.tier.name,
+                layer,
+                lease.experts,
+                acquire=number,
+                hits=len(admission.entries) - n_misses,
+                misses=n_misses,
+                joins=n_misses - len(admission.to_fill),
+            )
+        return lease
 
     def held_by(self, owners: AbstractSet[object]) -> set[ExpertKey]:
         """The keys that leases of ``owners`` keep in a slot."""
@@ -56,10 +85,20 @@ class Lease:
     """Pins on the experts of one layer; made by ``Hierarchy.acquire``, given back by ``release``.
 
     Use it as a context manager, or call ``release`` exactly when the last kernel that reads the
-    slots has been enqueued. Releasing twice is harmless.
+    slots has been enqueued. Releasing twice is harmless. ``number`` is that of its acquire in the
+    trace, None where there is none.
     """
 
-    __slots__ = ("_arrived", "_entries", "_misses", "_released", "_siblings", "_wake", "layer")
+    __slots__ = (
+        "_arrived",
+        "_entries",
+        "_misses",
+        "_released",
+        "_siblings",
+        "_wake",
+        "layer",
+        "number",
+    )
 
     def __init__(
         self,
@@ -71,6 +110,7 @@ class Lease:
         wake: asyncio.Event | None = None,
     ) -> None:
         self.layer = layer
+        self.number: int | None = None
         self._siblings = siblings
         self._entries = entries
         self._released = False
@@ -140,7 +180,8 @@ class Lease:
         """Yield every expert of the lease once: hits at once, then misses as they land.
 
         Raises ``ExpertLoadError`` for one that failed (those that landed stay usable) and
-        ``ClosedError`` if the lease is released meanwhile. Cancelling it leaves the lease as it is.
+        ``ClosedError`` if the lease is released meanwhile. Cancelled or timed out, it leaves the
+        lease held and its transfers running; iterated again, it begins at the first expert.
         """
         misses = self._misses
         for expert in self.experts:
@@ -155,7 +196,10 @@ class Lease:
             yield expert
 
     async def ready(self) -> None:
-        """Return when every expert has landed; raises the first failure. Safe to cancel."""
+        """Return when every expert has landed; raises the first failure, as ``as_completed`` does.
+
+        Cancelled or timed out, it leaves the lease held and can be awaited again.
+        """
         async for _ in self.as_completed():
             pass
 
@@ -165,7 +209,11 @@ class Lease:
             slot.ready.wait_on(stream)
 
     def release(self) -> None:
-        """Give every pin back; futures still pending fail with ``ClosedError``. Never raises."""
+        """Give every pin back; futures still pending fail with ``ClosedError``. Never raises.
+
+        At once; only if another thread is admitting or releasing at this very moment, the slots
+        are free one turn of the loop later.
+        """
         if self._claim():
             if self._misses:
                 self._abandon(ClosedError("the lease was released before its expert landed"))
@@ -193,7 +241,9 @@ class Lease:
             return None
         self._entries = [entry for entry in self._entries if entry.state is not READY]
         owner = self._siblings.owners[self]
-        return Lease(self._siblings, self.layer, landed, owner=owner)
+        lease = Lease(self._siblings, self.layer, landed, owner=owner)
+        lease.number = self.number
+        return lease
 
     def _claim(self) -> bool:
         """True for the one caller who gets to give the pins back."""
@@ -202,7 +252,16 @@ class Lease:
         except KeyError:
             return False
         self._released = True
+        if self.number is not None:
+            self._note_release(self.number)
         return True
+
+    def _note_release(self, number: int) -> None:
+        tier = self._siblings.tier
+        assert tier.trace is not None
+        tier.trace.note_acquire(
+            EventKind.RELEASED, tier.name, self.layer, self.experts, acquire=number
+        )
 
     # -- arrivals ----------------------------------------------------------------------------------
 

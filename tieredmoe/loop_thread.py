@@ -29,7 +29,10 @@ class Resource(Protocol):
     """What lives in the loop."""
 
     async def close(self) -> None:
-        """Refuse all that waits and all that comes, then free everything."""
+        """Refuse all that waits and all that comes, then free everything.
+
+        It is awaited to its end; nothing here cancels it.
+        """
 
 
 R = TypeVar("R", bound=Resource)

@@ -54,14 +54,16 @@ class Entry:
     """One expert in one slot. ``pins`` counts every reason for it to stay: leases and copies.
 
     While FILLING it is also the record of the transfer in flight: whoever wants the expert pins the
-    entry and adds to ``waiters``, which are called once, when it lands or fails.
+    entry and adds to ``waiters``, which are called once, when it lands or fails. ``evicted`` is the
+    expert that had to go for it, None if the slot was free.
     """
 
-    __slots__ = ("fill", "key", "pins", "slot_index", "state", "waiters")
+    __slots__ = ("evicted", "fill", "key", "pins", "slot_index", "state", "waiters")
 
-    def __init__(self, key: ExpertKey, slot_index: int) -> None:
+    def __init__(self, key: ExpertKey, slot_index: int, evicted: ExpertKey | None) -> None:
         self.key = key
         self.slot_index = slot_index
+        self.evicted = evicted
         self.state = FILLING
         self.pins = 1
         self.fill: object | None = None
@@ -147,7 +149,7 @@ class Residency:
             to_fill: list[Entry] = []
             for i, key in enumerate(keys):
                 if entries[i] is None:
-                    entry = entries[i] = self.entries[key] = Entry(key, self._take_slot())
+                    entry = entries[i] = self.entries[key] = Entry(key, *self._take_slot())
                     policy.admit(key)
                     to_fill.append(entry)
             self.misses += len(to_fill)
@@ -265,9 +267,10 @@ class Residency:
         entry.pins += 1
         return entry
 
-    def _take_slot(self) -> int:
+    def _take_slot(self) -> tuple[int, ExpertKey | None]:
+        """A slot to write, and the expert that was evicted from it, if one had to go."""
         if self._free:
-            return self._free.pop()
+            return self._free.pop(), None
         key = self.policy.victim()
         assert key is not None, "n_fitting() promised a slot"
         victim = self.entries.pop(key)
@@ -277,7 +280,7 @@ class Residency:
         self.policy.forget(key)
         self._evictable -= 1
         self.evictions += 1
-        return victim.slot_index
+        return victim.slot_index, key
 
     def check(self) -> None:
         """Assert the invariants; O(n), for tests."""

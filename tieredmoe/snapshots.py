@@ -37,7 +37,10 @@ class SnapshotFile:
                 self._loop.call_soon_threadsafe(self._start)
 
     async def close(self) -> None:
-        """Write the last snapshot, after any still being written."""
+        """Write the last snapshot, after any still being written.
+
+        Cancelled, it stops waiting, not writing; called again, it writes one more and waits.
+        """
         if self._writing is not None:
             await asyncio.wait({self._writing})
         await asyncio.wait({self._start()})

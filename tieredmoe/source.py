@@ -45,7 +45,10 @@ class Source(Protocol):
         """What the disk at the bottom was asked for."""
 
     async def close(self) -> None:
-        """Refuse new requests; return when nothing is in flight. Can be called again."""
+        """Refuse new requests; return when nothing is in flight, and every fill has ended.
+
+        Idempotent. Cancelling it stops the wait, never a transfer: called again, it goes on.
+        """
 
 
 class RefusedFill:

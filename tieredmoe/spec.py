@@ -1,11 +1,12 @@
 """What an expert is: keys, byte layouts and the shape of a model's routed part. Frozen data only.
 
-Everything above and below the tiers agrees on these four types; none of them knows a file, a device
-or a clock.
+Everything above and below the tiers agrees on these types, and on how urgent a transfer is; none of
+them knows a file, a device or a clock.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +32,19 @@ class ExpertKey(NamedTuple):
 
     layer: int
     expert: int
+
+
+class Priority(IntEnum):
+    """How urgent a transfer is: the smaller, the sooner. All but ``DEMAND`` are prefetch.
+
+    Somebody waits for ``DEMAND``; ``CERTAIN`` will be asked for, ``LOOKAHEAD`` probably; ``WARMUP``
+    fills memory that is empty.
+    """
+
+    DEMAND = 0
+    CERTAIN = 1
+    LOOKAHEAD = 2
+    WARMUP = 3
 
 
 @attrs.frozen

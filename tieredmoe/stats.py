@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from tieredmoe.backends.drives import DriveStats
+
 
 def _per_layer(counts: Mapping[int, int]) -> Mapping[int, int]:
     return MappingProxyType(dict(counts))
@@ -39,7 +41,8 @@ class SourceCounters:
     digest_mismatches: int = 0
     repaired: int = 0
     retries: int = 0
-    fallback_count: int = 0
+    fallbacks: tuple[str, ...] = ()
+    drives: tuple[DriveStats, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -56,9 +59,9 @@ class Stats:
       arrived and were not what was packed, those that came right when read again included;
       ``repaired`` the experts that were read from the source GGUF instead.
     * ``h2d_bytes`` counts bytes copied into the top tier's arena.
-    * ``fallback_count`` counts reads served by a lesser kind of I/O than was asked for. Nothing
-      falls back in mid-run, so it stays 0; it is there because readers of these counters look for
-      it.
+    * ``fallback_count`` counts the better kinds of I/O that were asked for at open and could not be
+      had; ``fallbacks`` says which, and why. Nothing falls back in mid-run.
+    * ``drives`` is empty unless the experts lie on several; their reads and bytes add up.
     * ``executed_experts`` counts, per layer, the (token, expert) pairs that were computed: always
       tokens × top-k.
     """
@@ -84,6 +87,8 @@ class Stats:
     resident_experts: int
     backend: str
     direct_io: bool
+    fallbacks: tuple[str, ...] = ()
+    drives: tuple[DriveStats, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -102,7 +107,6 @@ class Stats:
             "pack_read_bytes",
             "pack_payload_bytes",
             "h2d_bytes",
-            "fallback_count",
             "io_errors",
             "retries",
             "digest_mismatches",
@@ -115,6 +119,9 @@ class Stats:
                 layer: n - earlier.executed_experts[layer]
                 for layer, n in self.executed_experts.items()
             },
+            drives=tuple(
+                now.since(then) for now, then in zip(self.drives, earlier.drives, strict=True)
+            ),
             **{name: getattr(self, name) - getattr(earlier, name) for name in counters},
         )
 
@@ -124,6 +131,7 @@ class Stats:
         return values | {
             "executed_experts": dict(self.executed_experts),
             "read_errors": dict(self.read_errors),
+            "drives": [attrs.asdict(drive) for drive in self.drives],
             "hit_rate": self.hit_rate,
         }
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from tieredmoe.spec import ExpertKey, MoESpec
     from tieredmoe.stats import Stats
+    from tieredmoe.trace import Event
 
 T = TypeVar("T")
 
@@ -97,13 +98,17 @@ class ThreadedHierarchy:
     def acquire(self, layer: int, experts: Iterable[int]) -> Acquire[ThreadedLease]:
         """Pin the distinct ``experts`` of ``layer``: ``await`` it, or enter it with ``async with``.
 
-        As ``Hierarchy.acquire``, from any loop: same order, same errors, and cancelling it at any
-        await gives everything back. A full hit needs no suspension.
+        As ``Hierarchy.acquire``, from any loop: same order, same errors, and cancelling it (or a
+        timeout) at any await gives everything back. A full hit needs no suspension.
         """
         return Acquire(self.admit, layer, self._keys(layer, experts))
 
     async def admit(self, layer: int, keys: list[ExpertKey]) -> ThreadedLease:
-        """A lease on ``keys``, all of ``layer``, owned by the current task."""
+        """A lease on ``keys``, all of ``layer``, owned by the current task.
+
+        What ``acquire`` awaits, with its errors; cancelled, it gives everything back, also what the
+        I/O thread is granting at that moment.
+        """
         owner = asyncio.current_task()
         lease = self._hits(layer, keys, owner)
         if lease is None:
@@ -114,7 +119,8 @@ class ThreadedHierarchy:
     def stream(self, layer: int, experts: Iterable[int]) -> AsyncGenerator[ThreadedLease, None]:
         """Yield leases that together hold each distinct expert once, as they land; any set size.
 
-        As ``Hierarchy.stream``, from any loop.
+        As ``Hierarchy.stream``, from any loop: an error, a timeout or a cancellation ends it with
+        everything given back.
         """
         return self._stream(layer, self._keys(layer, experts))
 
@@ -189,6 +195,10 @@ class ThreadedHierarchy:
         """A snapshot of all counters; exact once nothing is going on."""
         self._thread.check()
         return self._hierarchy.stats()
+
+    def trace(self) -> tuple[Event, ...]:
+        """What happened last, as ``Hierarchy.trace``; also after the close or the thread's end."""
+        return self._hierarchy.trace()
 
     def close(self) -> None:
         """Release all leases, refuse what waits, drain all I/O, free the memory, end the thread.

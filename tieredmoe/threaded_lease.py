@@ -83,7 +83,8 @@ class ThreadedLease:
         """Yield every expert of the lease once: hits at once, then misses as they land.
 
         Raises ``ExpertLoadError`` for one that failed (those that landed stay usable) and
-        ``ClosedError`` if the lease is released meanwhile. Cancelling it leaves the lease as it is.
+        ``ClosedError`` if the lease is released meanwhile. Cancelled or timed out, it leaves the
+        lease held and its transfers running; iterated again, it begins at the first expert.
         """
         for expert in self._hits():
             yield self._held(expert)
@@ -110,7 +111,10 @@ class ThreadedLease:
             yield self._held(expert)
 
     async def ready(self) -> None:
-        """Return when every expert has landed; raises the first failure. Safe to cancel."""
+        """Return when every expert has landed; raises the first failure, as ``as_completed`` does.
+
+        Cancelled or timed out, it leaves the lease held and can be awaited again.
+        """
         async for _ in self.as_completed():
             pass
 
@@ -126,8 +130,9 @@ class ThreadedLease:
     def release(self) -> None:
         """Give every pin back; futures still pending fail with ``ClosedError``. Never raises.
 
-        Idempotent. With a read in flight that is done in the I/O thread a little later, before
-        anything that this thread asks of it afterwards.
+        Idempotent. With a read in flight, or another thread admitting or releasing at this very
+        moment, that is done in the I/O thread a little later, before anything that this thread asks
+        of it afterwards.
         """
         thread = self._thread
         if self._n_arrived == len(self._arrivals):

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 from tieredmoe.copying import CopyFill, Ticket
 from tieredmoe.errors import ClosedError
-from tieredmoe.residency import FILLING, Entry, Residency
+from tieredmoe.residency import FILLING, Admission, Entry, Residency
 from tieredmoe.source import RefusedFill
+from tieredmoe.trace import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tieredmoe.source import Fill, Source
     from tieredmoe.spec import ExpertKey
     from tieredmoe.stats import SourceCounters
+    from tieredmoe.trace import TraceRing
 
 
 class Tier:
@@ -61,6 +63,8 @@ class Tier:
         self.slots = tuple(arena.slot(i) for i in range(arena.n_slots))
         self.copied_nbytes = 0
         self.failed_fills = 0
+        self.trace: TraceRing | None = None
+        """Where what happens here is recorded; its hierarchy sets it."""
         self._queue: deque[Ticket] = deque()
         self._n_transfers = 0
         self._drained: list[asyncio.Future[None]] = []
@@ -69,7 +73,7 @@ class Tier:
 
     # -- admission ---------------------------------------------------------------------------------
 
-    def try_admit(self, keys: Sequence[ExpertKey]) -> list[Entry] | None:
+    def try_admit(self, keys: Sequence[ExpertKey]) -> Admission | None:
         """Pin ``keys`` now, starting the fills of absent ones, or None if one has to queue."""
         self._check_open()
         if self._queue:
@@ -79,7 +83,7 @@ class Tier:
             return None
         if admission.to_fill:
             self._fill(admission.to_fill)
-        return admission.entries
+        return admission
 
     def enqueue(self, ticket: Ticket, *, ahead: bool = False) -> None:
         """Queue ``ticket``, which must not be larger than the tier, and grant it if it fits.
@@ -95,15 +99,19 @@ class Tier:
         self.pump()
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Undo ``ticket``, granted or not, and let the next one have its turn."""
-        if ticket.entries is not None:
-            self.unpin(ticket.entries)
-        elif ticket in self._queue:
+        """Undo ``ticket``, granted or still in the queue, and let the next one have its turn."""
+        if ticket.admission is not None:
+            self.unpin(ticket.admission.entries)
+        else:
             self._queue.remove(ticket)
             self.pump()
 
     def unpin(self, entries: Sequence[Entry]) -> None:
-        """Drop one pin of each; a fill nobody wants any more is dropped if it has not started."""
+        """Drop one pin of each; a fill nobody wants any more is dropped if it has not started.
+
+        At once, unless another thread is inside the mutex at this moment (or we are, and garbage
+        collection released a lease in the middle of it): then in the loop's next turn.
+        """
         unwanted = self.residency.try_unpin(entries)
         if unwanted is None:
             asyncio.get_running_loop().call_soon(self.unpin, entries)
@@ -126,6 +134,7 @@ class Tier:
     ) -> None:
         """``unpin`` of entries none of which is FILLING; ``post`` runs a callback in our loop.
 
+        At once, or if the mutex is taken, by ``post``.
         No wake-up is lost. A ticket is queued before the mutex is taken to admit it, and here the
         mutex is given back before the queue is looked at. So either that admission comes after our
         unpinning and counts the slots, or the ticket is in the queue when we look and we ``pump``.
@@ -157,7 +166,7 @@ class Tier:
             if admission is None:
                 break
             ticket = self._queue.popleft()
-            ticket.entries = admission.entries
+            ticket.admission = admission
             granted.append(ticket)
             to_fill += admission.to_fill
         if to_fill:
@@ -168,6 +177,8 @@ class Tier:
 
     def _fill(self, entries: Sequence[Entry]) -> None:
         requests = [(entry.key, self.arena.slot(entry.slot_index)) for entry in entries]
+        if self.trace is not None:
+            self._note_fills(self.trace, entries)
         try:
             fills = self.source.read_into(requests)
         except Exception as error:  # noqa: BLE001 (whatever a source raises reaches every waiter)
@@ -183,6 +194,8 @@ class Tier:
             return  # we dropped it, and said so then
         error = ClosedError("the read was dropped") if done.cancelled() else done.exception()
         waiters, entry.waiters = entry.waiters, []
+        if self.trace is not None:
+            self._note_end(self.trace, entry, error)
         if error is None:
             self.residency.commit(entry)
         else:
@@ -198,15 +211,31 @@ class Tier:
         if not fill.drop_if_queued():
             return
         waiters, entry.waiters = entry.waiters, []
+        if self.trace is not None:
+            self.trace.note(EventKind.DROPPED, self.name, entry.key)
         self.residency.abort(entry)
         for waiter in waiters:
             waiter(entry, error)
+
+    def _note_fills(self, trace: TraceRing, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            if entry.evicted is not None:
+                trace.note(EventKind.EVICTED, self.name, entry.evicted)
+            trace.note(EventKind.FILLING, self.name, entry.key)
+
+    def _note_end(self, trace: TraceRing, entry: Entry, error: BaseException | None) -> None:
+        kind = EventKind.LANDED if error is None else EventKind.FAILED
+        trace.note(kind, self.name, entry.key, None if error is None else str(error))
 
     # -- being a source ----------------------------------------------------------------------------
 
     def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[Fill]:
         """Start copying each expert, brought in here first if absent, into the slot above."""
         self._check_open()
+        if requests:
+            # A slot above has one writer at most, so never more than there are wait for ours.
+            n_above = requests[0][1].arena.n_slots
+            assert len(self._queue) + len(requests) <= n_above, f"more than {n_above} copies"
         fills = [CopyFill(self, key, target) for key, target in requests]
         for fill in fills:
             self._queue.append(fill.ticket)
@@ -222,12 +251,16 @@ class Tier:
         """What the disk at the bottom was asked for."""
         return self.source.counters
 
-    def begin_transfer(self) -> None:
-        """A copy out of one of our slots has begun; ``drain`` waits for its end."""
+    def begin_copy(self, entry: Entry) -> None:
+        """A copy out of ``entry``'s slot begins; ``drain`` waits for its end."""
         self._n_transfers += 1
+        if self.trace is not None:
+            self.trace.note(EventKind.COPYING, self.name, entry.key)
 
     def end_copy(self, entry: Entry) -> None:
         """The copy out of ``entry``'s slot has passed its fence: the slot may be rewritten."""
+        if self.trace is not None:
+            self.trace.note(EventKind.COPIED, self.name, entry.key)
         self._end_transfer()
         self.unpin([entry])
 
@@ -275,6 +308,11 @@ class Tier:
     def closed(self) -> bool:
         """Whether ``close`` has begun."""
         return self._closed
+
+    @property
+    def n_waiting(self) -> int:
+        """How many acquires, or copies into the tier above, wait for slots."""
+        return len(self._queue)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -11,11 +11,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tieredmoe.admission import admit
-from tieredmoe.lease import Lease, Leases
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from tieredmoe.lease import Lease, Leases
     from tieredmoe.spec import ExpertKey
 
 
@@ -27,7 +27,8 @@ async def stream(
     They belong to ``owner``, by default the task that iterates first.
 
     A lease is released when the iteration goes on; leaving early needs ``aclose`` (or
-    ``contextlib.aclosing``). A failed expert raises ``ExpertLoadError`` with everything given back.
+    ``contextlib.aclosing``). A failed expert raises ``ExpertLoadError``, a cancellation or timeout
+    is passed on, ``admit`` raises what it raises: always with everything given back.
     """
     waves = _Waves(leases, layer, keys, owner or asyncio.current_task())
     try:
@@ -63,9 +64,11 @@ class _Waves:
         """Admit as many of the waiting keys as fit now."""
         tier = self._leases.tier
         n = tier.residency.n_fitting(self.waiting)
-        entries = tier.try_admit(self.waiting[:n]) if n else None
-        if entries is not None:
-            lease = Lease(self._leases, self._layer, entries, owner=self._owner, wake=self._arrival)
+        admission = tier.try_admit(self.waiting[:n]) if n else None
+        if admission is not None:
+            lease = self._leases.grant(
+                self._layer, admission, owner=self._owner, wake=self._arrival
+            )
             self.flying.append(lease)
             del self.waiting[:n]
 

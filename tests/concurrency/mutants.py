@@ -176,7 +176,7 @@ OF_TIERS = [
     mutant("shutting refuses nobody", Tier.shut, "ticket.on_refused", "str"),
     mutant("a shut tier takes new work", Tier._check_open, "if self._closed:", "if False:"),
     mutant("closing drops nothing", Tier.close, "self._drop(entry, error)"),
-    mutant("closing does not wait for copies", Tier.begin_transfer, "+= 1", "+= 0"),
+    mutant("closing does not wait for copies", Tier.begin_copy, "+= 1", "+= 0"),
     mutant(
         "memory goes before the source below is closed",
         Tier.close,
@@ -239,11 +239,11 @@ OF_LEASES = [
     mutant(
         "the lease is made when its task wakes up",
         admission._Waiting._on_granted,
-        "self._lease = self._make(self.ticket.entries)",
+        "self._lease = self._make(self.ticket.admission)",
         "pass",
         admission.admit,
         "lease = await waiting.granted",
-        "await waiting.granted\n        lease = waiting._make(waiting.ticket.entries)",
+        "await waiting.granted\n        lease = waiting._make(waiting.ticket.admission)",
     ),
     mutant(
         "a lease released by the close in the tick of its grant is handed out",

@@ -7,16 +7,15 @@ filling slots only, and that a slot under a running copy stays pinned.
 """
 
 import asyncio
-import ctypes
 import gc
 from contextlib import asynccontextmanager
 from itertools import count
 
-import numpy as np
+from stage_memory import Memory, memory_is_gone
+from timeline import assert_whole
 
 from tieredmoe.errors import ClosedError, ExpertLoadError, WorkingSetTooLargeError
 from tieredmoe.hierarchy import Hierarchy
-from tieredmoe.memory import HostArena, HostRegion
 from tieredmoe.pack.source import PackSource
 from tieredmoe.policies import make_policy
 from tieredmoe.residency import FILLING, READY
@@ -34,7 +33,6 @@ PACK = TinyPack(SPEC)
 PAYLOADS = {key: PACK.payload(key) for key in SPEC.keys()}
 PAYLOAD_NBYTES = SPEC.layouts[0].payload_nbytes
 
-POISON = 0xA5
 MAX_STEPS = 20_000
 
 
@@ -47,39 +45,16 @@ def sim_disk(**options):
     return SimDisk([PACK.image], **options)
 
 
-class Memory:
-    """Host memory that outlives a hierarchy: a second one can be opened in the same place."""
-
-    def __init__(self, n_slots):
-        array = np.full((n_slots + 1) * PAGE_NBYTES, POISON, np.uint8)
-        start = -array.ctypes.data % PAGE_NBYTES
-        self.view = memoryview(array)[start : start + n_slots * PAGE_NBYTES]
-        self.address = array.ctypes.data + start
-        self._n_carved = 0
-
-    def carve(self, n_slots):
-        start = self._n_carved * PAGE_NBYTES
-        self._n_carved += n_slots
-        region = HostRegion(self.view[start : start + n_slots * PAGE_NBYTES], self.address + start)
-        return HostArena(region, n_slots=n_slots, slot_nbytes=PAGE_NBYTES)
-
-    def poison(self):
-        """Take the memory back and make everything in it wrong."""
-        self._n_carved = 0
-        ctypes.memset(self.address, POISON, self.view.nbytes)
-
-    def untouched(self):
-        return bytes(self.view) == bytes([POISON]) * self.view.nbytes
-
-
 class Stage:
     """A hierarchy of ``slots`` (from the disk up) under constant inspection, and its tasks by name.
 
     ``late`` makes the top tier a device, whose copies end later. ``faulty`` and ``closing`` say
-    which errors a caller may meet.
+    which errors a caller may meet. ``options`` are the hierarchy's.
     """
 
-    def __init__(self, slots, *, policy="lru", late=False, disk=None, memory=None, faulty=False):
+    def __init__(
+        self, slots, *, policy="lru", late=False, disk=None, memory=None, faulty=False, **options
+    ):
         assert not (late and len(slots) == 1), "a disk cannot read into a device"
         self.disk = disk or sim_disk()
         self.memory = memory or Memory(sum(slots))
@@ -101,7 +76,7 @@ class Stage:
             self.tiers.append(source)
         self.top = source
         self.late = self.top.arena if late else None
-        self.hierarchy = Hierarchy(self.top, SPEC)
+        self.hierarchy = Hierarchy(self.top, SPEC, **options)
         self._views = [
             (tier, [tier.arena.slot(i) for i in range(tier.arena.n_slots)]) for tier in self.tiers
         ]
@@ -113,8 +88,8 @@ class Stage:
 
     def watch(self):
         """Assert everything that must hold between any two callbacks."""
+        self.hierarchy.check()
         for tier, slots in self._views:
-            tier.check()
             if memory_is_gone(tier.arena):
                 continue
             for key, entry in tier.residency.entries.items():
@@ -189,6 +164,8 @@ class Stage:
             assert all(future.done() for future in lease.futures.values()), "a future never ended"
             arrived = [expert for expert, _ in lease._arrived]
             assert len(arrived) == len(set(arrived)), "an expert arrived twice"
+        if events := self.hierarchy.trace():
+            assert_whole(events, self.tiers)
         self.disk.check()
         if self.late is not None:
             self.late.check()
@@ -344,7 +321,3 @@ async def queued(stage, name, layer, experts, log=None):
     await asyncio.sleep(0)
     assert not task.done()
     return task
-
-
-def memory_is_gone(arena):
-    return arena.closed if isinstance(arena, LateArena) else arena._region is None

@@ -5,7 +5,8 @@ from contextlib import aclosing
 from itertools import count
 
 import attrs
-from stage import MAX_STEPS, SPEC, Memory, Stage, place_of, sim_disk, simulate, take
+from stage import MAX_STEPS, SPEC, Stage, place_of, sim_disk, simulate, take
+from stage_memory import Memory
 
 from tieredmoe.testing.faults import Fault, FaultPlan
 from tieredmoe.testing.loop import SimLoop

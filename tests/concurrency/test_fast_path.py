@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 from stage import SPEC, Stage, full, play, queued, take
 
 from tieredmoe.errors import ClosedError
 from tieredmoe.hierarchy import Hierarchy
+from tieredmoe.snapshots import SnapshotFile
 
 
 def hits(stage, layer, experts):
@@ -90,3 +92,29 @@ def test_the_close_writes_the_last_snapshot(tmp_path):
 
     asyncio.run(main())
     assert json.loads(path.read_text())["cache_misses"] == 1
+
+
+def test_a_close_cancelled_while_it_writes_the_last_snapshot_has_written_it(tmp_path, monkeypatch):
+    path = tmp_path / "stats.json"
+    writing, go = threading.Event(), threading.Event()
+    write = SnapshotFile._write
+
+    def slowly(self, stats):
+        writing.set()
+        assert go.wait(30)
+        write(self, stats)
+
+    async def main():
+        monkeypatch.setattr(SnapshotFile, "_write", slowly)
+        counting = Hierarchy(Stage((2,)).top, SPEC, stats_path=path)
+        closing = asyncio.ensure_future(counting.close())
+        assert await asyncio.to_thread(writing.wait, 30)
+        closing.cancel()
+        await asyncio.sleep(0)
+        assert not closing.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert json.loads(path.read_text())["cache_misses"] == 0
+
+    asyncio.run(main())

@@ -94,6 +94,7 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_expert_and_unpins_its_source(l
         failing = [True]
 
         class Arena:
+            n_slots = stage.top.arena.n_slots
             slot_nbytes = stage.top.arena.slot_nbytes
 
             @staticmethod

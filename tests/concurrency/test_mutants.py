@@ -22,10 +22,13 @@ import test_failing_reads
 import test_fast_path
 import test_foreign_parts
 import test_holding
+import test_limits
 import test_races
 import test_streams
+import test_timelines
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from limit_mutants import MUTANTS_OF_LIMITS
 from mutants import MUTANTS
 from mutation import mutant
 from stepping import SCENARIOS, cancel_at_every_step, close_at_every_step
@@ -42,6 +45,8 @@ DIRECTED = (
     test_device,
     test_foreign_parts,
     test_fast_path,
+    test_limits,
+    test_timelines,
 )
 
 
@@ -127,7 +132,7 @@ def finding(harness):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("bug", MUTANTS, ids=str)
+@pytest.mark.parametrize("bug", [*MUTANTS, *MUTANTS_OF_LIMITS], ids=str)
 def test_a_known_bug_is_found(bug, monkeypatch):
     found = {}
     with monkeypatch.context() as patched:

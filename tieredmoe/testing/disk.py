@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import attrs
 
-from tieredmoe.backends.memory import check_batch, end_of_file, fail_read
+from tieredmoe.backends.batch import check_batch, fail_read
+from tieredmoe.backends.memory import end_of_file
 from tieredmoe.backends.protocol import BackendInfo, ReadOp, ReadStats
 from tieredmoe.errors import ClosedError, ReadError
-from tieredmoe.spec import PAGE_NBYTES
+from tieredmoe.spec import PAGE_NBYTES, Priority
 from tieredmoe.testing.faults import Fault, FaultPlan
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class SimDisk:
     A read starts when fewer than ``queue_depth`` others and less than ``window_nbytes`` are in
     flight, is found after ``latency_s`` ± ``jitter`` of it, and then shares one pipe of
     ``nbytes_per_s`` in the order in which reads were found: with jitter, not the order of
-    submission. Failed reads are not retried: what ``faults`` lets happen is what a backend's own
-    retries could not mend.
+    submission. Those that wait start by priority. Failed reads are not retried: what ``faults``
+    lets happen is what a backend's own retries could not mend.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class SimDisk:
         self._random = random.Random(seed)  # noqa: S311 (a scenario, not a secret)
         self._faults = faults or FaultPlan()
         self._pipe_free_at = 0.0
-        self._queue: OrderedDict[asyncio.Future[None], _Read] = OrderedDict()
+        self._queues = {p: OrderedDict[asyncio.Future[None], _Read]() for p in Priority}
         self._owned: list[tuple[int, int, ReadOp]] = []  # (start, end, op), by start: no overlaps
         self._in_flight = 0
         self._in_flight_nbytes = 0
@@ -116,7 +117,9 @@ class SimDisk:
         self._short_reads = 0
         self._errors: Counter[str] = Counter()
 
-    def submit(self, batch: Sequence[ReadOp]) -> list[asyncio.Future[None]]:
+    def submit(
+        self, batch: Sequence[ReadOp], *, priority: Priority = Priority.DEMAND
+    ) -> list[asyncio.Future[None]]:
         """Queue all reads of ``batch`` and start those that the window admits, in order.
 
         Raises ``ClosedError`` after ``close``, ``ValueError`` as ``ReadBackend`` says, and
@@ -128,16 +131,22 @@ class SimDisk:
         self._take_memory(batch)
         loop = asyncio.get_running_loop()
         reads = [_Read(op, loop.create_future(), memoryview(op.target)) for op in batch]
-        self._queue.update((read.future, read) for read in reads)
+        self._queues[priority].update((read.future, read) for read in reads)
         self._start_reads()
         return [read.future for read in reads]
 
+    def promote(self, read: asyncio.Future[None]) -> None:
+        """Let a waiting prefetch wait as demand, last in that queue."""
+        for priority, queue in self._queues.items():
+            if priority is not Priority.DEMAND and read in queue:
+                self._queues[Priority.DEMAND][read] = queue.pop(read)
+
     def drop(self, read: asyncio.Future[None]) -> bool:
         """True if ``read`` was still queued: it never starts, and its future is cancelled."""
-        dropped = self._queue.pop(read, None)
-        if dropped is None:
+        queue = next((queue for queue in self._queues.values() if read in queue), None)
+        if queue is None:
             return False
-        self._give_back(dropped.op)
+        self._give_back(queue.pop(read).op)
         read.cancel()
         self._start_reads()  # what stood behind it may fit
         self._note_idle()
@@ -145,15 +154,15 @@ class SimDisk:
 
     async def drain(self) -> None:
         """Return when no read is queued or in flight. Cancelling it changes nothing."""
-        while self._queue or self._in_flight:
+        while self._n_queued or self._in_flight:
             self._idle.clear()
             await self._idle.wait()
 
     async def close(self) -> None:
         """Refuse new reads, fail queued ones with ``ClosedError``, wait for those in flight."""
         self._closed = True
-        while self._queue:
-            _, read = self._queue.popitem(last=False)
+        while (queue := self._next_queue()) is not None:
+            _, read = queue.popitem(last=False)
             self._give_back(read.op)
             fail_read(read.future, ClosedError("the simulated disk was closed before this read"))
         await self.drain()
@@ -167,7 +176,7 @@ class SimDisk:
             retries=0,
             errors=dict(self._errors),
             in_flight=self._in_flight,
-            queued=len(self._queue),
+            queued=self._n_queued,
         )
 
     def writers_into(self, address: int, nbytes: int) -> tuple[ReadOp, ...]:
@@ -216,14 +225,21 @@ class SimDisk:
 
     # ---- a read's life
 
+    @property
+    def _n_queued(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def _next_queue(self) -> OrderedDict[asyncio.Future[None], _Read] | None:
+        return next((queue for queue in self._queues.values() if queue), None)
+
     def _start_reads(self) -> None:
-        while self._queue and self._in_flight < self._queue_depth:
-            nbytes = next(iter(self._queue.values())).view.nbytes
+        while self._in_flight < self._queue_depth and (queue := self._next_queue()) is not None:
+            nbytes = next(iter(queue.values())).view.nbytes
             if self._in_flight and self._in_flight_nbytes + nbytes > self.info.window_nbytes:
                 return
             self._in_flight += 1
             self._in_flight_nbytes += nbytes
-            self._start(self._queue.popitem(last=False)[1])
+            self._start(queue.popitem(last=False)[1])
 
     def _start(self, read: _Read) -> None:
         op = read.op
@@ -270,7 +286,7 @@ class SimDisk:
             self._found_intruder(read)
 
     def _note_idle(self) -> None:
-        if not self._queue and not self._in_flight:
+        if not self._n_queued and not self._in_flight:
             self._idle.set()
 
     def _deliver(self, read: _Read) -> ReadError | None:
@@ -291,7 +307,8 @@ class SimDisk:
         if fault is not None and fault.kind == "eof":
             content = content[: len(content) // 2]
         read.view[: len(content)] = content
-        if len(content) == read.view.nbytes:
+        needed = read.view.nbytes if op.needed_nbytes is None else op.needed_nbytes
+        if len(content) >= needed:
             return None
         self._short_reads += 1
         self._errors["eof"] += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from tieredmoe.errors import ClosedError
 from tieredmoe.source import Fill, RefusedFill
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ class FaultySource:
         self._source = source
         self._failure = failure
         self._poison = bytes([poison])
+        self._closed = False
         self.n_injected = 0
 
     def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[Fill]:
         """Poison all slots, fail some requests, pass the others on as one batch."""
+        if self._closed:
+            raise ClosedError("this source is closed; it reads no more")
         fills: list[Fill | None] = []
         passed: list[tuple[ExpertKey, Slot]] = []
         for key, slot in requests:
@@ -69,5 +73,6 @@ class FaultySource:
         return self._source.counters
 
     async def close(self) -> None:
-        """Close ``source``."""
+        """Refuse new requests and close ``source``; cancelled, it may be called again."""
+        self._closed = True
         await self._source.close()

@@ -13,6 +13,7 @@ import numpy as np
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.memory import HostArena, HostRegion
 from tieredmoe.pack.layout import Extent
+from tieredmoe.pack.records import Extents, whole_record
 from tieredmoe.pack.source import PackSource
 from tieredmoe.policies import make_policy
 from tieredmoe.spec import PAGE_NBYTES, ROLES, ExpertKey, ExpertLayout, MoESpec
@@ -65,6 +66,10 @@ class TinyPack:
         """Where the record of ``key`` lies; ``KeyError`` for an unknown one."""
         stride = self.spec.layouts[key.layer].stride
         return Extent(0, self._starts[key.layer] + key.expert * stride, stride)
+
+    def extents(self, key: ExpertKey) -> Extents:
+        """What to read for ``key``: its record."""
+        return whole_record(self.locate(key), self.spec.layouts[key.layer])
 
     def payload(self, key: ExpertKey) -> bytes:
         """The right bytes of ``key``."""

@@ -19,7 +19,18 @@ N_BLOCKS = 64
 TAIL_NBYTES = 100
 """What the second file has after them."""
 POISON = 0xA5
-BROKEN = ("offset", "length", "address", "file", "negative", "empty", "read-only", "strided")
+BROKEN = (
+    "offset",
+    "length",
+    "address",
+    "file",
+    "negative",
+    "empty",
+    "read-only",
+    "strided",
+    "needs nothing",
+    "needs more",
+)
 """The ways in which ``broken_read`` breaks a read; the first three need an alignment above 1."""
 
 
@@ -32,9 +43,9 @@ class Target:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.view[:] = bytes([POISON]) * self.view.nbytes
 
-    def op(self, file_index: int, offset: int) -> ReadOp:
+    def op(self, file_index: int, offset: int, needed_nbytes: int | None = None) -> ReadOp:
         """The read of as many bytes at ``offset``."""
-        return ReadOp(file_index, offset, self.view, self.address)
+        return ReadOp(file_index, offset, self.view, self.address, needed_nbytes)
 
     def untouched(self) -> bool:
         """Whether the poison is all there."""
@@ -65,4 +76,6 @@ def broken_read(target: Target, what: str) -> ReadOp:
         "empty": ReadOp(0, 0, view[:0], address),
         "strided": ReadOp(0, 0, view[::2], address),
         "read-only": ReadOp(0, 0, view.toreadonly(), address),
+        "needs nothing": ReadOp(0, 0, view, address, 0),
+        "needs more": ReadOp(0, 0, view, address, view.nbytes + 1),
     }[what]
