@@ -4,11 +4,12 @@ import asyncio
 import os
 import threading
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 
 from tieredmoe.backends import BackendInfo, ReadOp, ThreadsBackend
-from tieredmoe.backends.probe import DataFile
+from tieredmoe.backends.datafile import DataFile
 
 PAGE = 4096
 N_PAGES = 64
@@ -69,11 +70,11 @@ def assert_landed(read):
     assert np.array_equal(np.frombuffer(read.target, np.uint8), expected)
 
 
-def make(path, preadv=os.preadv, *, window_pages=16, n_threads=16):
+def make(path, preadv=os.preadv, *, window_pages=16, **options):
     """A backend over ``path`` without the demands of a particular file system."""
     file = DataFile(path, os.open(path, os.O_RDONLY), direct=False, reason="asked")
     info = BackendInfo("threads", file.direct, PAGE, window_pages * PAGE, file.reason)
-    return ThreadsBackend([file], info=info, preadv=preadv, n_threads=n_threads)
+    return ThreadsBackend([file], info=info, preadv=preadv, **options)
 
 
 @asynccontextmanager
@@ -99,6 +100,10 @@ def run(scenario):
 
     asyncio.run(main())
     assert complaints == []
+
+
+def n_open_descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 async def turn_the_loop():

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from tieredmoe.backends.blockread import Effort, read_block
-from tieredmoe.backends.probe import DataFile
+from tieredmoe.backends.blockread import blocks_of, read_block
+from tieredmoe.backends.datafile import DataFile
 from tieredmoe.backends.protocol import ReadOp
 from tieredmoe.errors import ReadError
 
@@ -25,7 +25,7 @@ def file(tmp_path):
 def failure(file, *, offset=4 * PAGE, preadv=os.preadv):
     op = ReadOp(0, offset, memoryview(bytearray(PAGE)), 0)
     with pytest.raises(ReadError) as caught:
-        read_block(op, file, preadv=preadv, alignment=PAGE, effort=Effort())
+        read_block(*blocks_of(op, file, alignment=PAGE), preadv)
     assert (caught.value.path, caught.value.offset, caught.value.nbytes) == (
         file.path,
         offset,
@@ -89,11 +89,15 @@ def test_failures_of_an_unchanged_file_keep_their_own_kind(file):
 
 
 def test_a_file_that_will_not_tell_leaves_the_error_as_it_is(tmp_path):
-    path = tmp_path / "experts.bin"
+    path = tmp_path / "experts" / "0.bin"
+    path.parent.mkdir()
     path.write_bytes(bytes(PAGE))
     fd = os.open(path, os.O_RDONLY)
     file = DataFile(path, fd, direct=False, reason="asked")
     os.close(fd)
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_bytes(b"now a file")
     assert failure(file, offset=0).kind == "EBADF"
 
 

@@ -6,6 +6,7 @@ import pytest
 from tieredmoe.backends.memory import MemoryBackend
 from tieredmoe.backends.protocol import ReadOp
 from tieredmoe.errors import ReadError
+from tieredmoe.spec import Priority
 from tieredmoe.testing.contracts.backend import BackendContract
 
 
@@ -47,6 +48,20 @@ def test_reads_end_in_order_of_submission():
         await backend.drain()
         await asyncio.sleep(0)
         assert ended == list(range(8))
+
+    asyncio.run(main())
+
+
+def test_of_reads_that_are_due_the_urgent_end_first():
+    async def main():
+        backend = MemoryBackend([bytes(64)])
+        ended = []
+        for priority in (Priority.WARMUP, Priority.DEMAND, Priority.LOOKAHEAD, Priority.DEMAND):
+            (future,) = backend.submit([read_op(bytearray(8), 0)], priority=priority)
+            future.add_done_callback(lambda _done, p=priority: ended.append(p))
+        await backend.drain()
+        await asyncio.sleep(0)
+        assert ended == sorted(ended)
 
     asyncio.run(main())
 

@@ -5,10 +5,11 @@ import random
 import threading
 
 import pytest
-from gated import N_PAGES, PAGE, POISON, GatedDisk, assert_landed, op, opened, run
+from gated import N_PAGES, PAGE, GatedDisk, assert_landed, op, opened, run, turn_the_loop
 
-from tieredmoe.backends import ReadOp, open_backend
+from tieredmoe.backends import open_backend
 from tieredmoe.errors import ConfigError, DirectIOUnavailableError, ReadError
+from tieredmoe.spec import Priority
 
 
 def test_every_byte_lands_in_its_place(path, memory):
@@ -35,27 +36,6 @@ def test_a_thousand_reads_may_be_outstanding(path, memory):
             assert all(future.done() for future in futures)
             for each in ops:
                 assert_landed(each)
-
-    run(scenario)
-
-
-def test_offsets_beyond_four_gib_are_read(tmp_path, memory):
-    path = tmp_path / "sparse.bin"
-    offsets = [2**31 - PAGE, 2**31, 2**32, 2**32 + PAGE, 5 * 2**30]
-    with path.open("wb") as file:
-        for i, offset in enumerate(offsets, start=1):
-            file.seek(offset)
-            file.write(bytes([i]) * PAGE)
-
-    async def scenario():
-        async with opened(path) as backend:
-            targets = [memory.view[i * PAGE : (i + 1) * PAGE] for i in range(len(offsets))]
-            ops = [
-                ReadOp(0, offset, target, memory.address + i * PAGE)
-                for i, (offset, target) in enumerate(zip(offsets, targets, strict=True))
-            ]
-            await asyncio.gather(*backend.submit(ops))
-            assert [set(target) for target in targets] == [{i} for i in range(1, 6)]
 
     run(scenario)
 
@@ -128,34 +108,6 @@ def test_a_busy_loop_does_not_keep_the_next_read_from_starting(path, memory):
     run(scenario)
 
 
-def bad_ops(memory):
-    view, address = memory.view, memory.address
-    return {
-        "offset of 512 ": ReadOp(0, 512, view[:PAGE], address),
-        "length of 4000 ": ReadOp(0, 0, view[:4000], address),
-        f"address of {address + 64} ": ReadOp(0, 0, view[64 : 64 + PAGE], address + 64),
-        "file 1 of 1 does not exist": ReadOp(1, 0, view[:PAGE], address),
-        "file -1 of 1 does not exist": ReadOp(-1, 0, view[:PAGE], address),
-        "reads nothing": ReadOp(0, 0, view[:0], address),
-        "before the file's start": ReadOp(0, -PAGE, view[:PAGE], address),
-        "no writable": ReadOp(0, 0, memoryview(bytes(PAGE)), address),
-        "contiguous": ReadOp(0, 0, view[: 2 * PAGE : 2], address),
-    }
-
-
-def test_a_wrong_read_is_refused_by_name_and_nothing_of_its_batch_starts(path, memory):
-    async def scenario():
-        async with opened(path) as backend:
-            for fact, bad in bad_ops(memory).items():
-                with pytest.raises(ValueError, match=fact):
-                    backend.submit([op(memory, 0), bad])
-            await backend.drain()
-            assert backend.stats().reads == 0
-            assert set(memory.view) == {POISON}
-
-    run(scenario)
-
-
 def test_one_failed_read_leaves_the_others_alone(path, memory):
     disk = GatedDisk(is_open=True)
     disk.fail_with = {PAGE: OSError(errno.EIO, "broken")}
@@ -212,6 +164,84 @@ def test_threads_that_the_system_refuses_are_one_clear_error(path, monkeypatch):
             open_backend("buffered", [path])
         monkeypatch.undo()
         assert not [t for t in threading.enumerate() if t.name.startswith("tieredmoe-read")]
+
+    run(scenario)
+
+
+def test_demand_overtakes_prefetch_and_keeps_its_own_order(path, memory):
+    disk = GatedDisk()
+
+    async def scenario():
+        async with opened(path, disk, n_threads=2) as backend:
+            backend.submit([op(memory, page) for page in (0, 1)])
+            backend.submit([op(memory, page) for page in (20, 21)], priority=Priority.WARMUP)
+            hinted = backend.submit([op(memory, 10), op(memory, 11)], priority=Priority.CERTAIN)
+            backend.submit([op(memory, page) for page in (2, 3)])
+            backend.promote(hinted[1])
+            await disk.wait_entered(2)
+            for _ in range(3):
+                disk.let_go(1)
+                await disk.wait_entered()
+            # Of two threads one is left to demand, so prefetch goes on one by one.
+            disk.is_open = True
+            disk.let_go(2)
+            await backend.drain()
+            assert disk.offsets[2:] == [page * PAGE for page in (2, 3, 11, 10, 20, 21)]
+
+    run(scenario)
+
+
+def test_prefetch_leaves_threads_to_demand(path, memory):
+    disk = GatedDisk()
+
+    async def scenario():
+        async with opened(path, disk, n_threads=4, record_nbytes=1 << 20) as backend:
+            backend.submit([op(memory, page) for page in range(8)], priority=Priority.CERTAIN)
+            await disk.wait_entered(3)
+            assert (backend.stats().in_flight, backend.stats().queued) == (3, 5)
+            backend.submit([op(memory, 20)])
+            await disk.wait_entered()
+            assert disk.offsets[3] == 20 * PAGE
+
+    run(scenario)
+
+
+def test_the_parts_of_a_block_are_read_at_the_same_time(path, memory):
+    disk = GatedDisk()
+
+    async def scenario():
+        async with opened(path, disk, read_splits=3) as backend:
+            (future,) = backend.submit([op(memory, 0, 7)])
+            await disk.wait_entered(3)
+            assert sorted(disk.offsets) == [0, 3 * PAGE, 6 * PAGE]
+            assert backend.stats().in_flight == 1
+            disk.let_go(2)
+            await turn_the_loop()
+            assert not future.done()
+            disk.let_go(1)
+            await future
+            assert_landed(op(memory, 0, 7))
+            assert (backend.stats().reads, backend.stats().read_nbytes) == (1, 7 * PAGE)
+
+    run(scenario)
+
+
+def test_a_failed_part_fails_the_read_once_all_parts_have_ended(path, memory):
+    disk = GatedDisk()
+    disk.fail_with = {0: OSError(errno.EPERM, "no")}
+
+    async def scenario():
+        async with opened(path, disk, read_splits=2) as backend:
+            (future,) = backend.submit([op(memory, 0, 4)])
+            await disk.wait_entered(2)
+            disk.let_go(1)
+            await turn_the_loop()
+            assert not future.done()
+            disk.let_go(1)
+            with pytest.raises(ReadError) as caught:
+                await future
+            assert (caught.value.offset, caught.value.nbytes) == (0, 4 * PAGE)
+            assert backend.stats().errors == {"EPERM": 1}
 
     run(scenario)
 

@@ -2,25 +2,36 @@ import pytest
 
 from tieredmoe.backends import open_backend
 from tieredmoe.errors import DirectIOUnavailableError
-from tieredmoe.testing.contracts.backend import BackendContract
+from tieredmoe.testing.contracts.files import FileBackendContract
 
 
-class TestThreads(BackendContract):
+class ThreadsContract(FileBackendContract):
+    window_nbytes = None
+    read_splits = 1
+
     async def open_backend(self, paths):
         try:
-            return open_backend("threads", paths)
+            how = {"window_nbytes": self.window_nbytes, "read_splits": self.read_splits}
+            return open_backend("threads", paths, **how)
         except DirectIOUnavailableError as error:
             pytest.skip(str(error))
 
-
-class TestThreadsWithASmallWindow(BackendContract):
-    async def open_backend(self, paths):
-        try:
-            return open_backend("auto", paths, window_nbytes=8192)
-        except DirectIOUnavailableError as error:
-            pytest.skip(str(error))
+    def descriptors(self, backend):
+        return [file.fd for file in backend._files]
 
 
-class TestBuffered(BackendContract):
+class TestThreads(ThreadsContract):
+    pass
+
+
+class TestThreadsWithASmallWindow(ThreadsContract):
+    window_nbytes = 8192
+
+
+class TestThreadsInParts(ThreadsContract):
+    read_splits = 3
+
+
+class TestBuffered(ThreadsContract):
     async def open_backend(self, paths):
         return open_backend("buffered", paths)

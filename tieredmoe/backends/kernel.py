@@ -1,4 +1,4 @@
-"""What the probe asks of the operating system, one field per question.
+"""What the probes ask of the operating system, one field per question.
 
 A test refuses, lies or runs out of files by replacing a field; the library uses the defaults. The
 calls that Python does not wrap (statx, cachestat, mincore, fstatfs) go through libc, since no
@@ -13,15 +13,18 @@ import mmap
 import os
 import platform
 import struct
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 
+from tieredmoe.backends.device import queue_window_nbytes
+from tieredmoe.backends.ring import Ring, find_liburing
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     Preadv = Callable[[int, list[memoryview], int], int]
     """``preadv(fd, [target], offset)`` returns the bytes read or raises ``OSError``."""
@@ -30,6 +33,7 @@ _STATX_NUMBERS = MappingProxyType({"x86_64": 332, "aarch64": 291})
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _STATX_DIO_READ_ALIGN = 0x20000  # Linux 6.14
 _AT_EMPTY_PATH = 0x1000
+_IO_URING_DISABLED = Path("/proc/sys/kernel/io_uring_disabled")  # Linux 6.6
 _CACHESTAT_NUMBER = 451  # Linux 6.5, the same on every architecture
 _IN_MEMORY_MAGICS = frozenset({0x01021994, 0x858458F6})  # tmpfs, ramfs: linux/magic.h
 
@@ -79,9 +83,22 @@ def drop_cached(fd: int, offset: int, nbytes: int) -> None:
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
+def system_and_machine() -> tuple[str, str]:
+    """The operating system and the processor's architecture."""
+    return platform.system(), platform.machine()
+
+
+def io_uring_disabled(path: Path = _IO_URING_DISABLED) -> int:
+    """The sysctl: 0 for nobody, 1 for all but one group and the privileged, 2 for everybody."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0  # a kernel without the switch disables nothing
+
+
 @attrs.frozen(eq=False)
 class Kernel:
-    """The system calls of opening and probing a file."""
+    """The system calls of opening and probing a file and a ring."""
 
     open: Callable[[Path, int], int] = os.open
     preadv: Preadv = os.preadv
@@ -89,6 +106,12 @@ class Kernel:
     cached_nbytes: Callable[[int, int, int], int | None] = cached_nbytes
     drop_cached: Callable[[int, int, int], None] = drop_cached
     lives_in_memory: Callable[[int], bool] = lives_in_memory
+    queue_window_nbytes: Callable[[int], int | None] = queue_window_nbytes
+    system_and_machine: Callable[[], tuple[str, str]] = system_and_machine
+    release: Callable[[], str] = platform.release
+    find_liburing: Callable[[], Path | None] = find_liburing
+    make_ring: Callable[[Path], Ring] = Ring
+    io_uring_disabled: Callable[[], int] = io_uring_disabled
 
 
 def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:

@@ -8,10 +8,13 @@ within ``submit``, so that callers meet the same order of events as with a real 
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from tieredmoe.backends.batch import check_batch, check_process, fail_read
 from tieredmoe.backends.protocol import BackendInfo, ReadOp, ReadStats
 from tieredmoe.errors import ClosedError, ReadError
+from tieredmoe.spec import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Read(NamedTuple):
+    priority: Priority
     op: ReadOp
     view: memoryview  # the backend's own: the owner may release his while the read lasts
     future: asyncio.Future[None]
@@ -49,27 +53,36 @@ class MemoryBackend:
         self._paths = list(paths) if paths else [f"memory:{i}" for i in range(len(files))]
         assert len(self._paths) == len(self._files), "one path for each file"
         self._closed = False
+        self._pid = os.getpid()
+        self._due: list[_Read] = []
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._reads = 0
         self._read_nbytes = 0
         self._n_eof = 0
 
-    def submit(self, batch: Sequence[ReadOp]) -> list[asyncio.Future[None]]:
-        """Start all reads of ``batch``; they end in order in the loop's next iteration.
+    def submit(
+        self, batch: Sequence[ReadOp], *, priority: Priority = Priority.DEMAND
+    ) -> list[asyncio.Future[None]]:
+        """Start all reads of ``batch``; they end in the loop's next iteration, demand first.
 
         Raises ``ClosedError`` after ``close`` and ``ValueError`` for an operation that no backend
         of this alignment could do; then nothing was started.
         """
+        check_process(self._pid)
         if self._closed:
             raise ClosedError("the memory backend is closed")
         check_batch(batch, n_files=len(self._files), alignment=self.info.alignment)
         loop = asyncio.get_running_loop()
-        reads = [_Read(op, memoryview(op.target), loop.create_future()) for op in batch]
-        for read in reads:
-            loop.call_soon(self._read, read)
+        reads = [_Read(priority, op, memoryview(op.target), loop.create_future()) for op in batch]
+        self._due += reads
         self._in_flight += len(reads)
+        if reads:
+            loop.call_soon(self._read_all)
         return [read.future for read in reads]
+
+    def promote(self, read: asyncio.Future[None]) -> None:
+        """Change nothing: every read of this backend is started by ``submit``."""
 
     def drop(self, read: asyncio.Future[None]) -> bool:
         """False: every read of this backend is started by ``submit``."""
@@ -99,6 +112,11 @@ class MemoryBackend:
             queued=0,
         )
 
+    def _read_all(self) -> None:
+        due, self._due = self._due, []
+        for read in sorted(due, key=lambda read: read.priority):
+            self._read(read)
+
     def _read(self, read: _Read) -> None:
         nbytes = read.view.nbytes
         content = self._files[read.op.file_index][read.op.offset : read.op.offset + nbytes]
@@ -107,7 +125,8 @@ class MemoryBackend:
         self._in_flight -= 1
         if not self._in_flight:
             self._idle.set()
-        if content.nbytes == nbytes:
+        needed = nbytes if read.op.needed_nbytes is None else read.op.needed_nbytes
+        if content.nbytes >= needed:
             self._reads += 1
             self._read_nbytes += nbytes
             if not read.future.done():
@@ -119,42 +138,7 @@ class MemoryBackend:
         fail_read(read.future, error)
 
 
-def check_batch(batch: Sequence[ReadOp], *, n_files: int, alignment: int) -> None:
-    """Raise ``ValueError`` naming the first operation of ``batch`` that cannot be a read."""
-    for i, op in enumerate(batch):
-        objection = _objection(op, n_files=n_files, alignment=alignment)
-        if objection is not None:
-            raise ValueError(
-                f"read {i} of a batch of {len(batch)} (file {op.file_index}, offset {op.offset}, "
-                f"{op.target.nbytes} bytes to {op.address:#x}): {objection}; nothing was started"
-            )
-
-
-def _objection(op: ReadOp, *, n_files: int, alignment: int) -> str | None:
-    target = op.target
-    if not 0 <= op.file_index < n_files:
-        return f"there are {n_files} files"
-    if target.readonly or not target.c_contiguous or target.itemsize != 1 or target.ndim != 1:
-        return "the target is no writable, contiguous view of bytes"
-    if op.offset < 0 or not target.nbytes:
-        return "it reads nothing, or from before the start of the file"
-    if op.offset % alignment or target.nbytes % alignment or op.address % alignment:
-        return f"offset, length and address must be multiples of {alignment}"
-    return None
-
-
 def end_of_file(op: ReadOp, *, nbytes: int, path: Path | str, n_got: int) -> ReadError:
     """The error of a read of ``nbytes`` that met the end of its file after ``n_got`` of them."""
     fact = f"the file ended after {n_got} bytes of it"
     return ReadError(path=path, offset=op.offset, nbytes=nbytes, errno=0, fact=fact)
-
-
-def fail_read(future: asyncio.Future[None], error: Exception) -> None:
-    """Fail ``future`` unless its owner gave it up; an error nobody fetches is not reported twice.
-
-    Failed reads are counted, so a future dropped by a cancelled owner hides nothing, and asyncio's
-    "exception was never retrieved" would be noise.
-    """
-    if not future.done():
-        future.set_exception(error)
-        future.exception()

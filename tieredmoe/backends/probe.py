@@ -15,11 +15,11 @@ import mmap
 import os
 import stat
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import attrs
-
+from tieredmoe.backends.datafile import DataFile
 from tieredmoe.errors import DirectIOUnavailableError, ReadError
 from tieredmoe.spec import PAGE_NBYTES
 
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from tieredmoe.backends.kernel import Kernel
 
 PROBE_NBYTES = 1 << 20
-_WAY_OUT = "move it to a file system with direct I/O (ext4, xfs), or choose the backend 'buffered'"
+_DIRECT = os.O_RDONLY | os.O_DIRECT
+_WAY_OUT = (
+    "move it to a file system with direct I/O (ext4, xfs), or choose the backend 'buffered' "
+    "(allow_buffered=True: only where nothing better can be had)"
+)
 _FACTS = MappingProxyType(
     {
         "align": "direct reads of it need a larger alignment than the 4096 bytes of a record",
@@ -39,55 +43,6 @@ _FACTS = MappingProxyType(
         "dio_unproven": "the kernel does not say whether its reads bypass the page cache",
     }
 )
-
-
-@attrs.frozen(eq=False)
-class DataFile:
-    """An open file and what its reads are. Whoever holds it closes ``fd``.
-
-    ``reason`` says how ``direct`` is known: ``statx`` (the kernel states the alignment), ``proven``
-    (a read left the page cache empty), ``empty``; not direct are ``tmpfs`` and ``asked``.
-    """
-
-    path: Path
-    fd: int
-    direct: bool
-    reason: str
-    opened_as: os.stat_result = attrs.field(init=False, repr=False)
-
-    @opened_as.default
-    def _status(self) -> os.stat_result:
-        return os.fstat(self.fd)
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the open file is shorter now than it was when it was opened."""
-        return os.fstat(self.fd).st_size < self.opened_as.st_size
-
-    def change(self) -> str | None:
-        """What happened to the file since it was opened, as a predicate; None if nothing is seen.
-
-        Looks at size, time of modification and what the name now stands for; a write within one
-        tick of the file system's clock cannot be seen so, nor anything of a file that will not tell
-        (its own error says why).
-        """
-        then = self.opened_as
-        try:
-            now = os.fstat(self.fd)
-        except OSError:
-            return None
-        if (then.st_size, then.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
-            how = "truncated" if self.truncated else "changed"
-            return f"was {how} after it was opened: it had {then.st_size} bytes, now {now.st_size}"
-        try:
-            named = self.path.stat()
-        except FileNotFoundError:
-            return "was deleted or moved after it was opened"
-        except OSError:
-            return None
-        if (then.st_dev, then.st_ino) != (named.st_dev, named.st_ino):
-            return "was replaced by another after it was opened"
-        return None
 
 
 def open_direct(path: Path, kernel: Kernel) -> DataFile:
@@ -99,7 +54,7 @@ def open_direct(path: Path, kernel: Kernel) -> DataFile:
     ``dio_unproven``, and ``ReadError`` for a file that cannot be read at all.
     """
     try:
-        fd = kernel.open(path, os.O_RDONLY | os.O_DIRECT)
+        fd = kernel.open(path, _DIRECT)
     except OSError as error:
         with _plainly_opened(path, kernel):
             raise _refused(path, "open", error) from error
@@ -113,11 +68,12 @@ def open_direct(path: Path, kernel: Kernel) -> DataFile:
 def open_buffered(path: Path, kernel: Kernel) -> DataFile:
     """Open ``path`` for reads through the page cache. Raises ``ReadError`` if that fails."""
     fd = _open_plainly(path, kernel)
-    return DataFile(path, fd, direct=False, reason="asked")
+    return DataFile(path, fd, direct=False, reason="asked", opener=kernel.open)
 
 
 def _probed(path: Path, fd: int, kernel: Kernel) -> DataFile:
     nbytes = _regular_file_nbytes(path, fd)
+    opened = partial(DataFile, path, fd, flags=_DIRECT, opener=kernel.open)
     with mmap.mmap(-1, PROBE_NBYTES) as buffer, memoryview(buffer) as target:
         try:
             kernel.preadv(fd, [target], 0)
@@ -126,18 +82,18 @@ def _probed(path: Path, fd: int, kernel: Kernel) -> DataFile:
                 _read_plainly(path, plain_fd, target, kernel)
                 raise _refused(path, "read", error) from error
         if kernel.lives_in_memory(fd):
-            return DataFile(path, fd, direct=False, reason="tmpfs")
+            return opened(direct=False, reason="tmpfs")
         alignment = kernel.direct_alignment(fd)
         if alignment is None and nbytes == 0:
-            return DataFile(path, fd, direct=True, reason="empty")
+            return opened(direct=True, reason="empty")
         if alignment is None:
             _prove(path, fd, nbytes, target, kernel)
-            return DataFile(path, fd, direct=True, reason="proven")
+            return opened(direct=True, reason="proven")
     if alignment == 0:
         raise _unavailable(path, "unsupported")
     if alignment > PAGE_NBYTES:
         raise _unavailable(path, "align")
-    return DataFile(path, fd, direct=True, reason="statx")
+    return opened(direct=True, reason="statx")
 
 
 def _prove(path: Path, fd: int, nbytes: int, target: memoryview, kernel: Kernel) -> None:

@@ -3,9 +3,9 @@
 This is the backend that works everywhere. On 4 MB blocks and more it reaches 0.94 of what fio gets
 from io_uring, for twice the CPU time. Opened through the page cache it is the backend ``buffered``.
 
-A read waits in ``_waiting`` until the window has room and a thread is free; threads admit the next
-read themselves, so a loop that is busy computing never idles the disk. One lock guards all of that;
-futures are touched in the loop alone.
+A read waits in its device's lane until the window has room and a thread is free; threads admit the
+next read themselves, so a loop that is busy computing never idles the disk. One lock guards all of
+that; futures are touched in the loop alone.
 
 Rejected: ``ThreadPoolExecutor`` (starts threads in mid-run, where a failing start loses track of a
 queued read, and joins them at interpreter exit, which hangs on a disk that does not answer); the
@@ -19,44 +19,31 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-import attrs
-
-from tieredmoe.backends.blockread import Effort, read_block
+from tieredmoe.backends.batch import check_batch, check_process, error_kind, fail_read
+from tieredmoe.backends.blockread import BlockRead, read_block
+from tieredmoe.backends.lane import N_READS_MIN, Read
+from tieredmoe.backends.lanes import Lanes
 from tieredmoe.backends.protocol import BackendInfo, ReadOp, ReadStats
 from tieredmoe.budget import format_size
-from tieredmoe.errors import ClosedError, ConfigError, ReadError
+from tieredmoe.errors import ClosedError, ConfigError
+from tieredmoe.spec import Priority
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from tieredmoe.backends.datafile import DataFile
     from tieredmoe.backends.kernel import Preadv
-    from tieredmoe.backends.probe import DataFile
-
-N_BLOCKS_MIN = 2
-"""So many reads may be in flight whatever their size: one alone idles the disk between reads."""
-
-
-@attrs.define(eq=False)
-class _Read:
-    op: ReadOp
-    future: asyncio.Future[None]
-    error: BaseException | None = None
-    effort: Effort = attrs.field(factory=Effort)
-
-    @property
-    def nbytes(self) -> int:
-        return self.op.target.nbytes
 
 
 class ThreadsBackend:
-    """Whole-block reads on ``n_threads`` threads; see ``backends.protocol.ReadBackend``.
+    """Whole-block reads on ``n_threads`` threads per device; see ``backends.protocol.ReadBackend``.
 
-    At most ``info.window_nbytes`` bytes are in flight, or two reads where two are larger, and one
-    read per thread; the rest waits in order of submission. A read that the disk never answers keeps
-    ``drain`` and ``close`` waiting, since its memory may still be written.
+    On one device at most ``windows[device]`` bytes are in flight (default ``info.window_nbytes``),
+    or two reads where two are larger, and one block per thread; the rest waits. A read that the
+    disk never answers keeps ``drain`` and ``close`` waiting, since its memory may still be written.
     """
 
     def __init__(
@@ -66,23 +53,33 @@ class ThreadsBackend:
         info: BackendInfo,
         preadv: Preadv = os.preadv,
         n_threads: int = 16,
+        read_splits: int = 1,
+        record_nbytes: int = 0,
+        windows: Mapping[int, int] | None = None,
     ) -> None:
         """Bind to the running loop and take over ``files``, which ``close`` closes.
 
         Raises ``ConfigError`` if the system does not give the threads; the files stay open then.
         """
         assert info.window_nbytes > 0
-        assert n_threads >= N_BLOCKS_MIN
+        assert n_threads >= N_READS_MIN
+        assert read_splits > 0
         self.info = info
         self._files = tuple(files)
         self._preadv = preadv
+        self._read_splits = read_splits
+        self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Condition()
-        self._waiting = OrderedDict[asyncio.Future[None], _Read]()
-        self._admitted: deque[_Read] = deque()
-        self._landed: list[_Read] = []
-        self._n_in_flight = 0
-        self._in_flight_nbytes = 0
+        windows = windows or {file.device: info.window_nbytes for file in files}
+        n_threads_max = n_threads * len(windows)
+        self._lanes = Lanes(
+            windows,
+            n_reads_max=max(N_READS_MIN, n_threads // read_splits),
+            record_nbytes=record_nbytes,
+        )
+        self._admitted: deque[tuple[Read, BlockRead]] = deque()
+        self._landed: list[Read] = []
         self._n_undelivered = 0
         self._closing = False
         self._stopped = False
@@ -92,34 +89,56 @@ class ThreadsBackend:
         # Daemons: a forgotten close must not hang the interpreter's exit.
         self._threads = [
             threading.Thread(target=self._serve, name=f"tieredmoe-read-{i}", daemon=True)
-            for i in range(n_threads)
+            for i in range(n_threads_max)
         ]
         try:
             for thread in self._threads:
                 thread.start()
         except RuntimeError as error:
             self._stop()
-            raise ConfigError(f"the system refused {n_threads} reading threads: {error}") from error
+            raise ConfigError(
+                f"the system refused {n_threads_max} reading threads: {error}; raise its limit on "
+                "processes (ulimit -u, the container's pids limit)"
+            ) from error
 
-    def submit(self, batch: Sequence[ReadOp]) -> list[asyncio.Future[None]]:
+    def submit(
+        self, batch: Sequence[ReadOp], *, priority: Priority = Priority.DEMAND
+    ) -> list[asyncio.Future[None]]:
         """Start the reads in order; see ``ReadBackend.submit``. Never blocks on the disk."""
+        check_process(self._pid)
         if self._closing:
             raise ClosedError("this backend is closed; it takes no more reads")
-        for op in batch:
-            self._check(op)
-        # Views of our own: the caller may release his as soon as this returns.
-        ops = [attrs.evolve(op, target=op.target[:]) for op in batch]
-        reads = [_Read(op, self._loop.create_future()) for op in ops]
+        check_batch(batch, n_files=len(self._files), alignment=self.info.alignment)
+        reads = [
+            Read.of(
+                op,
+                self._files[op.file_index],
+                future=self._loop.create_future(),
+                alignment=self.info.alignment,
+                n_splits=self._read_splits,
+            )
+            for op in batch
+        ]
         with self._lock:
             self._n_undelivered += len(reads)
-            self._waiting.update((read.future, read) for read in reads)
+            self._lanes.put(reads, priority)
             self._admit()
         return [read.future for read in reads]
 
+    def promote(self, read: asyncio.Future[None]) -> None:
+        """Let a waiting prefetch wait as demand; see ``ReadBackend.promote``."""
+        if os.getpid() != self._pid:
+            return  # here and below: the lock may have been held by a thread that is no more
+        with self._lock:
+            self._lanes.promote(read)
+            self._admit()
+
     def drop(self, read: asyncio.Future[None]) -> bool:
         """True if ``read`` was still waiting and now never starts; see ``ReadBackend.drop``."""
+        if os.getpid() != self._pid:
+            return False
         with self._lock:
-            if self._waiting.pop(read, None) is None:
+            if not self._lanes.remove(read):
                 return False
             self._n_undelivered -= 1
             self._admit()  # what stood behind it may fit
@@ -128,6 +147,7 @@ class ThreadsBackend:
 
     async def drain(self) -> None:
         """Return when no read is queued or in flight. Cancelling it changes nothing."""
+        check_process(self._pid)
         while self._n_undelivered:
             await self._settling()
 
@@ -135,15 +155,17 @@ class ThreadsBackend:
         """Refuse new reads, fail waiting ones with ``ClosedError``, drain, free threads and files.
 
         Idempotent. Cancelling it stops the wait only: everything is freed once the last read ends.
+        In a forked child it does nothing, for all of that is the parent's.
         """
+        if os.getpid() != self._pid:
+            return
         if not self._closing:
             self._closing = True
             with self._lock:
-                dropped = list(self._waiting)
-                self._waiting.clear()
+                dropped = self._lanes.clear()
                 self._n_undelivered -= len(dropped)
             for future in dropped:
-                _fail(future, ClosedError("the backend was closed before this read started"))
+                fail_read(future, ClosedError("the backend was closed before this read started"))
             self._settle()
         while not self._stopped:
             await self._settling()
@@ -157,92 +179,62 @@ class ThreadsBackend:
                 short_reads=self._counts["short_reads"],
                 retries=self._counts["retries"],
                 errors=dict(self._errors),
-                in_flight=self._n_in_flight,
-                queued=len(self._waiting),
+                in_flight=self._lanes.n_in_flight,
+                queued=self._lanes.n_queued,
             )
 
     def __repr__(self) -> str:
         state = "closed, " if self._closing else ""
         return (
-            f"<ThreadsBackend {self.info.name} {state}{self._n_in_flight} in flight "
-            f"({format_size(self._in_flight_nbytes)}), {len(self._waiting)} queued>"
+            f"<ThreadsBackend {self.info.name} {state}{self._lanes.n_in_flight} in flight "
+            f"({format_size(self._lanes.in_flight_nbytes)}), {self._lanes.n_queued} queued>"
         )
 
-    def _check(self, op: ReadOp) -> None:
-        alignment, target = self.info.alignment, op.target
-        if not 0 <= op.file_index < len(self._files):
-            raise ValueError(f"file {op.file_index} of {len(self._files)} does not exist")
-        if target.readonly or not target.c_contiguous or target.itemsize != 1 or target.ndim != 1:
-            raise ValueError(f"the target of {op} is no writable, contiguous view of bytes")
-        if op.offset < 0 or target.nbytes == 0:
-            raise ValueError(f"{op} reads nothing, or from before the file's start")
-        for name, number in (
-            ("offset", op.offset),
-            ("length", target.nbytes),
-            ("address", op.address),
-        ):
-            if number % alignment:
-                raise ValueError(
-                    f"{self._files[op.file_index].path}: a read's {name} of {number} "
-                    f"is not a multiple of {alignment}"
-                )
-
     def _admit(self) -> None:
-        """Hand waiting reads to threads while the window has room. Called with the lock held."""
-        while self._waiting and self._n_in_flight < len(self._threads):
-            future, read = next(iter(self._waiting.items()))
-            nbytes = self._in_flight_nbytes + read.nbytes
-            if self._n_in_flight >= N_BLOCKS_MIN and nbytes > self.info.window_nbytes:
-                return
-            del self._waiting[future]
-            self._admitted.append(read)
-            self._n_in_flight += 1
-            self._in_flight_nbytes = nbytes
-            self._lock.notify()
+        """Hand waiting reads to threads while there is room. Called with the lock held."""
+        for read in self._lanes.take():
+            self._admitted.extend((read, block) for block in read.blocks)
+            self._lock.notify(len(read.blocks))
 
     def _serve(self) -> None:
-        """Serve admitted reads until the backend stops: the body of each thread."""
+        """Serve admitted blocks until the backend stops: the body of each thread."""
         while True:
             with self._lock:
                 while not self._admitted:
                     if self._stopped:
                         return
                     self._lock.wait()
-                read = self._admitted.popleft()
-            self._perform(read)
+                read, block = self._admitted.popleft()
+            error = self._error_of(block)
+            wake = False
             with self._lock:
-                wake = not self._landed
-                self._landed.append(read)
-                self._count(read)
-                self._admit()
-            del read  # it holds the caller's memory
+                if read.block_ended(error):
+                    wake = not self._landed
+                    self._landed.append(read)
+                    self._count(read)
+                    self._admit()
+            del read, block, error  # they hold the caller's memory
             if wake:
                 # A closed loop has nobody left to tell.
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._deliver)
 
-    def _perform(self, read: _Read) -> None:
+    def _error_of(self, block: BlockRead) -> BaseException | None:
         try:
-            read_block(
-                read.op,
-                self._files[read.op.file_index],
-                preadv=self._preadv,
-                alignment=self.info.alignment,
-                effort=read.effort,
-            )
+            read_block(block, self._preadv)
         except BaseException as error:  # noqa: BLE001 (raised again where the future is awaited)
-            read.error = error
+            return error
+        return None
 
-    def _count(self, read: _Read) -> None:
-        self._n_in_flight -= 1
-        self._in_flight_nbytes -= read.nbytes
-        self._counts["short_reads"] += read.effort.short_reads
-        self._counts["retries"] += read.effort.retries
+    def _count(self, read: Read) -> None:
+        self._lanes.ended(read)
+        self._counts["short_reads"] += sum(block.short_reads for block in read.blocks)
+        self._counts["retries"] += sum(block.retries for block in read.blocks)
         if read.error is None:
             self._counts["reads"] += 1
             self._counts["read_nbytes"] += read.nbytes
         else:
-            self._errors[_error_name(read.error)] += 1
+            self._errors[error_kind(read.error)] += 1
 
     def _deliver(self) -> None:
         """Resolve the futures of all reads that have landed. Runs in the loop."""
@@ -250,7 +242,7 @@ class ThreadsBackend:
             landed, self._landed = self._landed, []
         for read in landed:
             if read.error is not None:
-                _fail(read.future, read.error)
+                fail_read(read.future, read.error)
             elif not read.future.done():
                 read.future.set_result(None)
         self._n_undelivered -= len(landed)
@@ -263,7 +255,7 @@ class ThreadsBackend:
         if self._closing and not self._stopped:
             self._stop()
             for file in self._files:
-                os.close(file.fd)
+                file.close()
         for waiter in self._settled:
             if not waiter.done():
                 waiter.set_result(None)
@@ -281,14 +273,3 @@ class ThreadsBackend:
         waiter = self._loop.create_future()
         self._settled.append(waiter)
         return waiter
-
-
-def _fail(future: asyncio.Future[None], error: BaseException) -> None:
-    """Fail ``future`` without a warning if its owner is gone: the counters have the error."""
-    if not future.done():
-        future.set_exception(error)
-        future.exception()
-
-
-def _error_name(error: BaseException) -> str:
-    return error.kind if isinstance(error, ReadError) else type(error).__name__
