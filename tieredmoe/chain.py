@@ -1,4 +1,4 @@
-"""The usual chain over a pack: disk → staging → top tier, all memory from one pool of huge pages.
+"""The usual chain over a model: disk → staging → top tier, all memory from one pool of huge pages.
 
 Tiers compose by their constructors, so another chain (a RAM cache between disk and staging, no
 staging) is a few lines of its owner's; this is the one that fits most.
@@ -7,6 +7,7 @@ staging) is a few lines of its owner's; this is the one that fits most.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,21 +16,28 @@ import attrs
 from tieredmoe.backends import open_backend
 from tieredmoe.budget import available_host_nbytes, format_size, parse_size, slots_for_budget
 from tieredmoe.config import HierarchyConfig
-from tieredmoe.errors import BudgetError
+from tieredmoe.errors import BudgetError, ConfigError
+from tieredmoe.gguf import GGUFInventory
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.memory import HostArena, HostPool
 from tieredmoe.pack import (
+    Digested,
+    DrivesPack,
     Pack,
     PackSource,
     VerifiedSource,
     VerifyThreads,
-    open_pack,
+    open_checkpoint,
     open_repair,
 )
+from tieredmoe.pack.foreign import ForeignPack, open_foreign_repair
 from tieredmoe.policies import make_policy
 from tieredmoe.tier import Tier
 
 if TYPE_CHECKING:
+    from tieredmoe.backends import ReadBackend
+    from tieredmoe.pack import Checkpoint
+    from tieredmoe.pack.repair import Repair
     from tieredmoe.pack.verified import VerifyMode
     from tieredmoe.source import Source
     from tieredmoe.spec import MoESpec
@@ -37,26 +45,39 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Plan:
-    """What a chain will take, decided before anything is allocated."""
+    """What a chain will take, decided before anything is allocated.
+
+    The slots right above the disk, staging or top, have room for the reads of any expert, which is
+    more than a record where roles are read in the pages around them.
+    """
 
     n_slots: int
-    stage_slots: int
     slot_nbytes: int
+    stage_slots: int
+    stage_slot_nbytes: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pool."""
-        return (self.n_slots + self.stage_slots) * self.slot_nbytes
+        return self.n_slots * self.slot_nbytes + self.stage_slots * self.stage_slot_nbytes
 
 
-def plan(spec: MoESpec, config: HierarchyConfig, *, free_nbytes: int | None = None) -> Plan:
+def plan(
+    spec: MoESpec,
+    config: HierarchyConfig,
+    *,
+    read_nbytes: int | None = None,
+    free_nbytes: int | None = None,
+) -> Plan:
     """The slots that ``config`` gets out of ``free_nbytes`` (default: what the host has free).
 
-    Raises ``BudgetError`` with the numbers when a layer's top-k does not fit.
+    ``read_nbytes`` is the room that the reads of an expert take, by default a record's. Raises
+    ``BudgetError`` with the numbers when a layer's top-k does not fit.
     """
     free = available_host_nbytes() if free_nbytes is None else free_nbytes
-    slot = spec.slot_nbytes
-    staging_nbytes = config.stage_slots * slot
+    read = read_nbytes or spec.slot_nbytes
+    slot = spec.slot_nbytes if config.stage_slots else read
+    staging_nbytes = config.stage_slots * read
     try:
         n_slots = slots_for_budget(
             requested_nbytes=parse_size(config.vram, whole_nbytes=free),
@@ -71,38 +92,96 @@ def plan(spec: MoESpec, config: HierarchyConfig, *, free_nbytes: int | None = No
             raise
         staging = f"{config.stage_slots} staging slots take {format_size(staging_nbytes)} first"
         raise BudgetError(f"{error} ({staging})") from error
-    return Plan(n_slots, config.stage_slots, slot)
+    return Plan(n_slots, slot, config.stage_slots, read)
 
 
 async def open_hierarchy(
-    pack: Pack | Path | str, config: HierarchyConfig | None = None
+    model: Checkpoint | GGUFInventory | Path | str, config: HierarchyConfig | None = None
 ) -> Hierarchy:
-    """A hierarchy over ``pack``, ready to serve; the caller closes it (``async with``).
+    """A hierarchy over ``model``, ready to serve; the caller closes it (``async with``).
 
-    Raises ``PackError``, ``BudgetError``, ``DirectIOUnavailableError``, ``GGUFError`` (for
-    ``repair_from``); nothing stays open then.
+    ``model`` is a pack, a GGUF (a file, any shard, their directory: it is read where it is), or
+    either of them opened. Without staging slots on host memory, the roles of a GGUF's experts are
+    moved to their places within the slot that they were read into. Raises ``PackError``,
+    ``GGUFError``, ``MetadataError``, ``BudgetError``, ``DirectIOUnavailableError``, ``ReadError``,
+    and ``ConfigError`` where ``verify`` or ``repair_from`` ask for digests that the model does not
+    have; nothing stays open then. Cancelled, it closes what it has opened.
     """
     config = config or HierarchyConfig()
-    if not isinstance(pack, Pack):
-        pack = await asyncio.to_thread(open_pack, Path(pack))
-    planned = plan(pack.spec, config)
-    repair = None
-    if config.repair_from is not None:
-        repair = await asyncio.to_thread(open_repair, pack, config.repair_from)
-    backend = open_backend(config.backend, pack.data_files)
-    source: Source = PackSource(pack, backend)
+    if isinstance(model, Path | str | GGUFInventory):
+        model = await asyncio.to_thread(open_checkpoint, model)
+    planned = plan(model.spec, config, read_nbytes=model.slot_nbytes)
+    repair = await asyncio.to_thread(_checks, model, config)
+    unchecked = config.verify == "off"
+    open_files = partial(
+        open_backend,
+        config.backend,
+        allow_buffered=config.allow_buffered,
+        strict=config.strict,
+        read_splits=config.read_splits,
+        record_nbytes=model.slot_nbytes,
+        window_nbytes=config.window_nbytes,
+    )
+    backend: ReadBackend
+    if isinstance(model, DrivesPack):
+        backend = await model.open_backend(open_files)
+    else:
+        backend = open_files(model.data_files)
+    # A copy upwards arranges what was read, unless it has to be checked or used before.
+    arranged = not (unchecked and config.stage_slots)
+    source: Source = PackSource(model, backend, arranged=arranged)
     try:
-        if config.verify != "off":
-            mode = cast("VerifyMode", config.verify)
-            source = VerifiedSource(source, pack, mode=mode, worker=VerifyThreads(), repair=repair)
+        if not unchecked:
+            source = _verified(source, model, config, repair)
+        await asyncio.to_thread(model.check_unchanged)
         pool = await asyncio.to_thread(HostPool.allocate, planned.nbytes)
     except BaseException:
         await source.close()
         raise
-    top = compose(source, pack.spec, planned, pool, policy=config.policy)
+    top = compose(source, model.spec, planned, pool, policy=config.policy)
     # Arenas hold views of the pool: its memory goes when the last of them is closed.
     pool.close()
-    return Hierarchy(top, pack.spec, stats_path=config.stats_path, stats_every=config.stats_every)
+    return Hierarchy(
+        top,
+        model.spec,
+        waiting_max=config.waiting_max,
+        stats_path=config.stats_path,
+        stats_every=config.stats_every,
+        trace_events=config.trace_events,
+    )
+
+
+def _checks(model: Checkpoint, config: HierarchyConfig) -> Repair | None:
+    """Where damaged experts are to come from, once digests are known to be there if asked for."""
+    if config.verify == "off":
+        return None
+    if not isinstance(model, Digested) or not model.has_digests:
+        asked = f"verify={config.verify!r}"
+        if config.repair_from is not None:
+            asked += " with repair_from"
+        raise ConfigError(
+            f"{asked}: {model.path} carries no digests to check reads against; use verify='off', "
+            "or make a pack of it with `tieredmoe pack create`"
+        )
+    if config.repair_from is None:
+        return None
+    if isinstance(model, ForeignPack):
+        return open_foreign_repair(model, config.repair_from)
+    if isinstance(model, DrivesPack):
+        model = model.pack
+    if not isinstance(model, Pack):
+        raise ConfigError(
+            f"repair_from: {model.path} is not a pack of tieredmoe's, the only form that can be "
+            "repaired from its source; leave repair_from out"
+        )
+    return open_repair(model, config.repair_from)
+
+
+def _verified(
+    source: Source, model: Checkpoint, config: HierarchyConfig, repair: Repair | None
+) -> VerifiedSource:
+    mode = cast("VerifyMode", config.verify)
+    return VerifiedSource(source, model, mode=mode, worker=VerifyThreads(), repair=repair)
 
 
 def compose(source: Source, spec: MoESpec, planned: Plan, pool: HostPool, *, policy: str) -> Tier:
@@ -111,7 +190,7 @@ def compose(source: Source, spec: MoESpec, planned: Plan, pool: HostPool, *, pol
         source = Tier(
             name="staging",
             source=source,
-            arena=_carve(pool, planned.stage_slots, planned.slot_nbytes),
+            arena=_carve(pool, planned.stage_slots, planned.stage_slot_nbytes),
             policy=make_policy(
                 "lru", n_slots=planned.stage_slots, layers=spec.layers, top_k=spec.top_k
             ),

@@ -127,6 +127,7 @@ class TwoDigests:
     def __init__(self, pack):
         self.spec = pack.spec
         self.digests = lambda key: pack.digests(key)[:2]
+        self.digest_of = pack.digest_of
 
 
 def test_a_read_that_is_dropped_below_ends_its_fill(path):

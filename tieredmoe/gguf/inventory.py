@@ -2,10 +2,15 @@
 
 Everything that can be known to be wrong with a set is found when it is opened, and reported in one
 error: a conversion that discovers a missing shard after an hour has wasted the hour.
+
+One number is not believed: files whose tensors were fused after the splitting go on claiming the
+count from before (``split.tensors.count``). What the headers list is what there is; whether a model
+can do with it is for its adapter to say, which names what is missing.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tieredmoe.gguf.tensors import TensorInfo
+
+logger = logging.getLogger(__name__)
 
 N_DUPLICATES_NAMED = 5
 """An error names so many tensors that are there twice, and counts the rest."""
@@ -87,7 +94,8 @@ class GGUFInventory:
 def open_inventory(path: Path | str) -> GGUFInventory:
     """The model that ``path`` belongs to: a file, any one shard of a set, or a model's directory.
 
-    Reads headers only. Raises one ``GGUFError`` with every problem of the set.
+    Reads headers only. Raises one ``GGUFError`` with every problem of the set; a total of tensors
+    that is not what the headers list is a warning.
     """
     path = Path(path)
     paths = shard_paths(path)
@@ -96,6 +104,7 @@ def open_inventory(path: Path | str) -> GGUFInventory:
     if problems:
         raise GGUFError(path, "; ".join(problems))
     metadata, tensors = _merged(list(headers.values()))
+    _warn_of_total(path, _claimed_totals(headers), len(tensors))
     return GGUFInventory(tuple(shards), metadata, MappingProxyType(tensors))
 
 
@@ -157,7 +166,7 @@ def _set_problems(headers: Mapping[int, GGUFHeader], n_shards: int) -> list[str]
         problems += _split_problems(header, index=index, n_shards=n_shards)
     problems += _identity_problems(headers)
     problems += _duplicates(headers)
-    problems += _total_problems(headers, n_shards)
+    problems += _total_problems(headers)
     return problems
 
 
@@ -212,18 +221,32 @@ def _duplicates(headers: Mapping[int, GGUFHeader]) -> list[str]:
     return problems
 
 
-def _total_problems(headers: Mapping[int, GGUFHeader], n_shards: int) -> list[str]:
-    """Contradictions about the number of tensors; the total is only known if all could be read."""
+def _total_problems(headers: Mapping[int, GGUFHeader]) -> list[str]:
+    # Shards of one splitting agree, however old the number is.
+    claims = _claimed_totals(headers)
+    if len(claims) <= 1:
+        return []
+    shown = ", ".join(f"{claim} in {name}" for claim, name in claims.items())
+    return [f"shards disagree on split.tensors.count: {shown}"]
+
+
+def _warn_of_total(path: Path, claims: Mapping[int | None, str], n_found: int) -> None:
+    for claim in claims:  # one, or none: the shards agree
+        if claim != n_found:
+            logger.warning(
+                "%s: split.tensors.count is %s, but there are %d tensors; going on with those. "
+                "Should the model lack any, its files are incomplete: get them again",
+                path,
+                claim,
+                n_found,
+            )
+
+
+def _claimed_totals(headers: Mapping[int, GGUFHeader]) -> dict[int | None, str]:
+    """Every number of tensors that is claimed for the set, and the first file to claim it."""
     claims: dict[int | None, str] = {}
     for header in headers.values():
         if "split.tensors.count" in header.metadata:
             claim = integral(header.metadata["split.tensors.count"])
             claims.setdefault(claim, header.path.name)
-    problems = []
-    if len(claims) > 1:
-        shown = ", ".join(f"{claim} in {name}" for claim, name in claims.items())
-        problems.append(f"shards disagree on split.tensors.count: {shown}")
-    n_found = sum(len(header.tensors) for header in headers.values())
-    if len(headers) == n_shards and len(claims) == 1 and n_found not in claims:
-        problems.append(f"split.tensors.count is {next(iter(claims))}, but there are {n_found}")
-    return problems
+    return claims

@@ -8,15 +8,11 @@ JSON, which would let changes of white space, order or number format through.
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from tieredmoe.errors import PackError
-from tieredmoe.pack.fields import Field
 from tieredmoe.pack.layout import (
     DataFile,
     PackLayout,
@@ -26,18 +22,20 @@ from tieredmoe.pack.layout import (
     SlabRole,
     layer_nbytes,
 )
-from tieredmoe.pack.manifest import DIGEST_NBYTES, MANIFEST_NAME, Manifest, digest_of
+from tieredmoe.pack.manifest import DIGEST_NBYTES, MANIFEST_NAME, Manifest
+from tieredmoe.pack.sealed import seal, unseal
 from tieredmoe.spec import PAGE_NBYTES, ROLES, ExpertLayout, MoESpec, RoleSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tieredmoe.pack.fields import Field
 
 FORMAT_NAME = "tieredmoe-pack"
 FORMAT_VERSION = 1
 N_EXPERTS_MAX = 1 << 16
 LAYER_MAX = 1 << 16
 
-_FIRST_LINE = re.compile(rb'\{"digest": "([0-9a-f]{32})",\n')
 _TOP = ("digest", "format", "version", "model", "source_digest", "expert_files", "layers", "shards")
 _MODEL = ("architecture", "n_experts", "top_k", "config_digest")
 _LAYER = ("layer", "file", "start", "stride", "roles")
@@ -70,8 +68,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             )
         ],
     }
-    body = json.dumps(document, indent=1).removeprefix("{\n").encode("ascii") + b"\n"
-    return b'{"digest": "' + digest_of(body).hex().encode("ascii") + b'",\n' + body
+    return seal(document)
 
 
 def parse_manifest(data: bytes, path: Path) -> Manifest:
@@ -80,7 +77,7 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
     Every field is checked for type and bounds, the geometry for being one that a pack can have, and
     the inner nodes of the digest tree. Raises ``PackError``.
     """
-    fields = _parse(data, path).members(*_TOP)
+    fields = unseal(data, path, name=FORMAT_NAME, version=FORMAT_VERSION).members(*_TOP)
     model = fields["model"].members(*_MODEL)
     n_experts = model["n_experts"].integer(minimum=1, maximum=N_EXPERTS_MAX)
     layers = [_load_layer(item) for item in fields["layers"].items()]
@@ -135,33 +132,6 @@ def _dump_shard(
             for segment, digests in zip(shard.segments, of_segments, strict=True)
         ],
     }
-
-
-def _parse(data: bytes, path: Path) -> Field:
-    """The document, once its digest and its version are known to be right."""
-    first_line = _FIRST_LINE.match(data)
-    if first_line is None:
-        raise PackError(path, "is not the manifest of a pack, or its first line is damaged")
-    body = memoryview(data)[first_line.end() :]
-    if digest_of(body).hex().encode("ascii") != first_line[1]:
-        raise PackError(
-            path, "is damaged or was edited: it does not match the digest in its first line"
-        )
-    try:
-        top = Field(path, "", json.loads(data))
-    except (ValueError, RecursionError) as error:
-        raise PackError(path, f"is not JSON: {error}") from error
-    document = top.value
-    if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
-        top.fail(f'must be an object with "format": "{FORMAT_NAME}"')
-    version = Field(path, "version", document.get("version")).integer(minimum=1)
-    if version != FORMAT_VERSION:
-        raise PackError(
-            path,
-            f"has format version {version}, and this tieredmoe reads version {FORMAT_VERSION}; "
-            "install a newer tieredmoe",
-        )
-    return top
 
 
 def _load_file(field: Field) -> DataFile:

@@ -1,8 +1,8 @@
 """Runs long blocking work in a thread of its own: progress comes out, a wish to stop goes in.
 
-Conversion and verification are plain synchronous code, which reads top to bottom and cleans up in
-``finally``; this is their only asynchronous part. Rejected: awaiting every chunk in the event loop,
-where a second cancellation can hit the clean-up of the first.
+Conversion, verification and loading are plain synchronous code, which reads top to bottom and
+cleans up in ``finally``; this is their only asynchronous part. Rejected: awaiting every chunk in
+the event loop, where a second cancellation can hit the clean-up of the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROGRESS_INTERVAL_S = 0.1
 """Progress is reported no more often than this, but for the first and last of a phase."""
 
 T = TypeVar("T")
-Phase = Literal["copy", "sync", "verify"]
+Phase = Literal["copy", "sync", "verify", "load"]
 
 
 class PackProgress(NamedTuple):
@@ -31,7 +31,7 @@ class PackProgress(NamedTuple):
 
 
 class StoppedError(Exception):
-    """The work ends here because its caller was cancelled; never leaves this package."""
+    """The work ends here because its caller was cancelled; nobody but ``run_in_thread`` sees it."""
 
 
 class Reporter:

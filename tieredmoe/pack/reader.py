@@ -21,7 +21,9 @@ from tieredmoe.errors import GGUFError, MetadataError, PackError
 from tieredmoe.gguf import GGUFHeader, Metadata, MetadataReader, merge_headers, parse_header
 from tieredmoe.gguf.files import opened, read_exactly
 from tieredmoe.pack.document import parse_manifest
+from tieredmoe.pack.layout import Extent
 from tieredmoe.pack.manifest import DIGEST_NBYTES, MANIFEST_NAME, Manifest, digest_of
+from tieredmoe.pack.records import Extents, whole_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tieredmoe.gguf import GGUFInventory, TensorInfo
-    from tieredmoe.pack.layout import Extent, PackLayout
+    from tieredmoe.pack.layout import PackLayout
     from tieredmoe.spec import ExpertKey, MoESpec
 
 MANIFEST_NBYTES_MAX = 256 << 20
@@ -38,7 +40,10 @@ MANIFEST_NBYTES_MAX = 256 << 20
 
 @attrs.frozen(eq=False)
 class Pack:
-    """An opened expert pack; a ``TensorSource`` for everything in it, experts included."""
+    """An opened expert pack; a ``TensorSource`` for everything in it, experts included.
+
+    See ``pack.records.Checkpoint`` for what all opened models have.
+    """
 
     path: Path
     manifest: Manifest
@@ -62,9 +67,49 @@ class Pack:
         """
         return self.manifest.layout.record(key)
 
+    def extents(self, key: ExpertKey) -> Extents:
+        """What to read for ``key``: its record, which lies as it is to lie in a slot."""
+        return whole_record(self.locate(key), self.spec.layouts[key.layer])
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of a slot that holds any record."""
+        return self.spec.slot_nbytes
+
+    @property
+    def has_digests(self) -> bool:
+        """A pack always has them."""
+        return True
+
     def digests(self, key: ExpertKey) -> tuple[bytes, ...]:
         """The xxh3-128 digests of one expert's gate, up and down, 16 bytes each."""
         return self.manifest.role_digests(key)
+
+    def digest_of(self, data: memoryview) -> bytes:
+        """The xxh3-128 digest of ``data``."""
+        return digest_of(data)
+
+    @cached_property
+    def tensor_files(self) -> tuple[Path, ...]:
+        """Every data file, in the order that ``locate_tensor`` counts in."""
+        return tuple(self.path / file.name for file in self.manifest.layout.files)
+
+    def locate_tensor(self, name: str) -> Extent:
+        """Where the bytes of a dense tensor lie; ``KeyError`` for experts, which are gathered."""
+        layout = self.manifest.layout
+        stored = layout.tensors[name]
+        if stored.slabs is not None:
+            raise KeyError(name)
+        file_index = len(layout.expert_files) + stored.shard_index
+        return Extent(file_index, stored.dense_offset, stored.nbytes)
+
+    def tensor_digest(self, name: str) -> bytes:
+        """The xxh3-128 digest of a dense tensor's bytes."""
+        return self.manifest.tensor_digests[name]
+
+    def check_unchanged(self) -> None:
+        """Raise ``PackError`` if a data file has another size than the manifest says."""
+        _check_sizes(self.path, self.manifest.layout)
 
     def read(self, name: str) -> NDArray[np.uint8]:
         """The raw bytes of one tensor, a fresh writable 1-D array; experts are gathered.
@@ -125,12 +170,12 @@ def open_pack(path: Path | str) -> Pack:
     """
     path = Path(path).absolute()
     manifest_path = path / MANIFEST_NAME
-    manifest = parse_manifest(_read_manifest(manifest_path), manifest_path)
+    manifest = parse_manifest(read_manifest(manifest_path), manifest_path)
     _check_sizes(path, manifest.layout)
     with as_pack_errors():
-        headers = list(_headers(path, manifest))
+        headers = list(read_headers(path, manifest))
         metadata, tensors = merge_headers(headers)
-        if problems := list(_header_problems(manifest.layout, headers, metadata, tensors)):
+        if problems := list(header_problems(manifest.layout, headers, metadata, tensors)):
             raise PackError(manifest_path, f"does not fit its headers: {'; '.join(problems)}")
     return Pack(path, manifest, metadata, tensors)
 
@@ -144,7 +189,8 @@ def as_pack_errors() -> Iterator[None]:
         raise PackError(error.path, error.fact) from error
 
 
-def _read_manifest(path: Path) -> bytes:
+def read_manifest(path: Path) -> bytes:
+    """The manifest file at ``path``. Raises ``PackError`` for what is no pack."""
     try:
         if not stat.S_ISDIR(path.parent.stat().st_mode):
             raise PackError(
@@ -206,7 +252,7 @@ def _check_sizes(path: Path, layout: PackLayout) -> None:
         raise PackError(path, f"is damaged: {'; '.join(problems)}")
 
 
-def _headers(path: Path, manifest: Manifest) -> Iterator[GGUFHeader]:
+def read_headers(path: Path, manifest: Manifest) -> Iterator[GGUFHeader]:
     """The headers of all shards, from the beginnings of the dense files."""
     for shard, digests in zip(manifest.layout.shards, manifest.digests, strict=True):
         dense_path = path / shard.dense_file.name
@@ -218,7 +264,7 @@ def _headers(path: Path, manifest: Manifest) -> Iterator[GGUFHeader]:
         yield parse_header(data, path=dense_path, file_nbytes=shard.nbytes)
 
 
-def _header_problems(
+def header_problems(
     layout: PackLayout,
     headers: list[GGUFHeader],
     metadata: Metadata,

@@ -1,98 +1,127 @@
-"""The leaf of every chain: experts of a pack, read through a backend."""
+"""The leaf of every chain: experts of an opened model, read through a backend."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
+from tieredmoe.backends.drives import DrivesBackend
 from tieredmoe.backends.protocol import ReadBackend, ReadOp
-from tieredmoe.errors import ClosedError, ReadError
+from tieredmoe.errors import ClosedError, ConfigError, ReadError
 from tieredmoe.memory.protocol import HostSlot, Part, Slot
+from tieredmoe.pack.fills import GatheredFill, ReadFill, arrange
 from tieredmoe.stats import SourceCounters
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
-    from tieredmoe.pack.layout import Extent
-    from tieredmoe.spec import ExpertKey, MoESpec
-
-
-class Records(Protocol):
-    """What is read: a ``Pack``, or anything else that knows where its records lie."""
-
-    @property
-    def spec(self) -> MoESpec:
-        """The experts there are."""
-
-    def locate(self, key: ExpertKey) -> Extent:
-        """Where the record of ``key`` lies, in whole pages."""
+    from tieredmoe.pack.records import Extents, Records
+    from tieredmoe.spec import ExpertKey
 
 
 class PackSource:
-    """Reads whole records of ``pack`` into host slots; one batch is one submission.
+    """Reads experts of ``pack`` into host slots; one batch is one submission.
 
-    It owns ``backend``, which must have opened the files that ``locate`` counts, in that order.
+    A slot needs room for all reads of an expert. When its fill ends, the record lies in it in its
+    uniform layout, moved there within the slot if the reads brought its roles elsewhere. With
+    ``arranged=False`` it is left as the reads brought it, for a copy upwards to do that by
+    ``parts``: nobody may then use the slots of the tier above directly.
+
+    It owns ``backend``, which must have opened the files that ``extents`` counts, in that order.
     """
 
-    def __init__(self, pack: Records, backend: ReadBackend) -> None:
+    def __init__(self, pack: Records, backend: ReadBackend, *, arranged: bool = True) -> None:
         self._pack = pack
         self._backend = backend
-        self._parts = {
+        self._arranged = arranged
+        self._whole = {
             layer: (Part(0, 0, layout.payload_nbytes),)
             for layer, layout in pack.spec.layouts.items()
         }
-        self._counters = SourceCounters(backend=backend.info.name, direct_io=backend.info.direct)
+        info = backend.info
+        self._counters = SourceCounters(
+            backend=info.name,
+            direct_io=info.direct,
+            fallbacks=tuple(f"{each.backend}: {each.reason}" for each in info.fallbacks),
+        )
 
     @property
     def counters(self) -> SourceCounters:
         """What was asked of the disk, its backend's retries up to date; in any thread."""
         self._counters.retries = self._backend.stats().retries
+        if isinstance(self._backend, DrivesBackend):
+            self._counters.drives = self._backend.drive_stats()
         return self._counters
 
-    def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[DiskFill]:
-        """Start reading each record into its slot, which must be host memory."""
-        ops = [self._op(key, cast("HostSlot", slot)) for key, slot in requests]
-        reads = self._backend.submit(ops)
-        for (key, _), op, read in zip(requests, ops, reads, strict=True):
-            read.add_done_callback(partial(self._ended, key, op.target.nbytes))
-        return [DiskFill(self._backend, read) for read in reads]
+    def read_into(
+        self, requests: Sequence[tuple[ExpertKey, Slot]]
+    ) -> Sequence[ReadFill | GatheredFill]:
+        """Start reading each expert into its slot, which must be host memory."""
+        located = [(key, cast("HostSlot", slot), self._pack.extents(key)) for key, slot in requests]
+        ops = [_ops(slot, extents) for _, slot, extents in located]
+        reads = iter(self._backend.submit([op for of_expert in ops for op in of_expert]))
+        return [
+            self._fill(key, slot, extents, of_expert, [next(reads) for _ in of_expert])
+            for (key, slot, extents), of_expert in zip(located, ops, strict=True)
+        ]
 
     def parts(self, key: ExpertKey) -> Sequence[Part]:
-        """A record lies in its slot as it lies in the pack."""
-        return self._parts[key.layer]
+        """Where the bytes of ``key`` lie in a slot of the tier above, and where they belong."""
+        return self._whole[key.layer] if self._arranged else self._pack.extents(key).parts
 
     async def close(self) -> None:
-        """Refuse new reads, drain, close the files."""
+        """Refuse new reads, drain, close the files. Cancelled, it stops waiting; call it again."""
         await self._backend.close()
 
-    def _op(self, key: ExpertKey, slot: HostSlot) -> ReadOp:
-        where = self._pack.locate(key)
-        return ReadOp(where.file_index, where.offset, slot.view[: where.nbytes], slot.address)
+    def _fill(
+        self,
+        key: ExpertKey,
+        slot: HostSlot,
+        extents: Extents,
+        ops: Sequence[ReadOp],
+        reads: Sequence[asyncio.Future[None]],
+    ) -> ReadFill | GatheredFill:
+        moved = self._arranged and any(p.source_offset != p.target_offset for p in extents.parts)
+        fill: ReadFill | GatheredFill
+        if len(reads) == 1 and not moved:
+            reads[0].add_done_callback(partial(self._read_ended, ops[0].target.nbytes))
+            fill = ReadFill(self._backend, reads[0])
+        else:
+            move = partial(arrange, slot, extents.parts) if moved else None
+            fill = GatheredFill(self._backend, ops, reads, arrange=move, on_read=self._read_ended)
+        fill.done.add_done_callback(partial(self._fill_ended, key))
+        return fill
 
-    def _ended(self, key: ExpertKey, nbytes: int, read: asyncio.Future[None]) -> None:
-        error = None if read.cancelled() else read.exception()
-        if read.cancelled() or isinstance(error, ClosedError):
-            return  # it never started
-        counters = self._counters
-        counters.pack_reads += 1
-        counters.pack_read_bytes += nbytes
+    def _read_ended(self, nbytes: int, read: asyncio.Future[None]) -> None:
+        if not _never_started(read):
+            self._counters.pack_read_bytes += nbytes
+
+    def _fill_ended(self, key: ExpertKey, done: asyncio.Future[None]) -> None:
+        if _never_started(done):
+            return
+        error = done.exception()
+        self._counters.pack_reads += 1
         if error is None:
-            counters.pack_payload_bytes += self._pack.spec.layouts[key.layer].payload_nbytes
+            self._counters.pack_payload_bytes += self._pack.spec.layouts[key.layer].payload_nbytes
         else:
             kind = error.kind if isinstance(error, ReadError) else type(error).__name__
-            counters.read_errors[kind] += 1
+            self._counters.read_errors[kind] += 1
 
 
-class DiskFill:
-    """One record on its way from the disk."""
+def _never_started(read: asyncio.Future[None]) -> bool:
+    return read.cancelled() or isinstance(read.exception(), ClosedError)
 
-    __slots__ = ("_backend", "done")
 
-    def __init__(self, backend: ReadBackend, read: asyncio.Future[None]) -> None:
-        self._backend = backend
-        self.done = read
-
-    def drop_if_queued(self) -> bool:
-        """True if the backend had not started the read and now never will."""
-        return self._backend.drop(self.done)
+def _ops(slot: HostSlot, extents: Extents) -> list[ReadOp]:
+    if extents.nbytes > slot.nbytes:
+        raise ConfigError(
+            f"a slot of {slot.nbytes:,} bytes has no room for the {extents.nbytes:,} that are read "
+            "for this expert; make the slots of the tier above the disk slot_nbytes of the model"
+        )
+    ops, end = [], 0
+    for file_index, offset, nbytes, needed_nbytes in extents.envelopes:
+        target = slot.view[end : end + nbytes]
+        ops.append(ReadOp(file_index, offset, target, slot.address + end, needed_nbytes))
+        end += nbytes
+    return ops

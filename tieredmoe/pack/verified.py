@@ -15,44 +15,23 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
 from tieredmoe.errors import ClosedError, ConfigError, DigestMismatchError
-from tieredmoe.pack.manifest import digest_of
+from tieredmoe.pack.records import Digested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from tieredmoe.memory.protocol import HostSlot, Part, Slot
-    from tieredmoe.pack.layout import Extent
     from tieredmoe.pack.repair import Repair
     from tieredmoe.source import Fill, Source
-    from tieredmoe.spec import ExpertKey, MoESpec, RoleSpec
+    from tieredmoe.spec import ExpertKey, RoleSpec
     from tieredmoe.stats import SourceCounters
 
 T = TypeVar("T")
 
 VerifyMode = Literal["first_read", "always"]
-
-
-@runtime_checkable
-class Digested(Protocol):
-    """Records that can be checked: a ``Pack``, or anything else that carries digests."""
-
-    @property
-    def spec(self) -> MoESpec:
-        """The experts there are."""
-
-    @property
-    def data_files(self) -> Sequence[Path]:
-        """The files, in the order that ``locate`` counts; errors name them."""
-
-    def locate(self, key: ExpertKey) -> Extent:
-        """Where the record of ``key`` lies."""
-
-    def digests(self, key: ExpertKey) -> Sequence[bytes]:
-        """The xxh3-128 digests of the record's roles, in the order of its layout."""
 
 
 class Worker(Protocol):
@@ -85,7 +64,7 @@ class VerifiedSource:
         worker: Worker,
         repair: Repair | None = None,
     ) -> None:
-        if not isinstance(records, Digested):
+        if not isinstance(records, Digested) or not records.has_digests:
             raise ConfigError(
                 f"verify={mode!r}: a {type(records).__name__} carries no digests to check reads "
                 "against; use verify='off', or a pack"
@@ -136,6 +115,9 @@ class VerifiedSource:
         self.worker.close()
 
     def _checked(self, key: ExpertKey, slot: HostSlot, read: Fill) -> VerifiedFill:
+        assert all(p.source_offset == p.target_offset for p in self.parts(key)), (
+            "records are checked in their uniform layout"
+        )
         fill = VerifiedFill(self, key, slot, read)
         self._running.add(fill.done)
         fill.done.add_done_callback(self._running.discard)
@@ -179,7 +161,11 @@ class VerifiedFill:
             records = self._source.records
             layout = records.spec.layouts[self._key.layer]
             check = partial(
-                first_mismatch, self._slot.view, layout.roles, records.digests(self._key)
+                first_mismatch,
+                self._slot.view,
+                layout.roles,
+                records.digests(self._key),
+                digest_of=records.digest_of,
             )
             self._work(check, self._check_ended)
 
@@ -243,10 +229,10 @@ class VerifiedFill:
 
     def _mismatch_of(self, role: RoleSpec) -> DigestMismatchError:
         records = self._source.records
-        where = records.locate(self._key)
+        file_index, offset = records.extents(self._key).place(role.offset)
         return DigestMismatchError(
-            path=records.data_files[where.file_index],
-            offset=where.offset + role.offset,
+            path=records.data_files[file_index],
+            offset=offset,
             nbytes=role.nbytes,
             key=self._key,
             role=role.name,
@@ -254,7 +240,11 @@ class VerifiedFill:
 
 
 def first_mismatch(
-    record: memoryview, roles: Sequence[RoleSpec], digests: Sequence[bytes]
+    record: memoryview,
+    roles: Sequence[RoleSpec],
+    digests: Sequence[bytes],
+    *,
+    digest_of: Callable[[memoryview], bytes],
 ) -> RoleSpec | None:
     """The first role whose bytes in ``record`` do not have their digest; None if all have."""
     for role, digest in zip(roles, digests, strict=True):
