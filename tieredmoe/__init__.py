@@ -21,6 +21,7 @@ from tieredmoe.errors import (
     MetadataError,
     PackError,
     PromptTooLongError,
+    QueueFullError,
     ReadError,
     TieredMoEError,
     TokenizerError,
@@ -30,13 +31,22 @@ from tieredmoe.errors import (
 from tieredmoe.gguf import open_inventory
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.lease import Lease
-from tieredmoe.pack import create_pack, open_pack, verify_pack
+from tieredmoe.pack import (
+    create_pack,
+    mirror_pack,
+    open_checkpoint,
+    open_foreign_pack,
+    open_pack,
+    split_pack,
+    verify_pack,
+)
 from tieredmoe.source import Source
 from tieredmoe.spec import ExpertKey, ExpertLayout, MoESpec, RoleSpec
 from tieredmoe.stats import Stats
 from tieredmoe.threaded import ThreadedHierarchy
 from tieredmoe.threaded_lease import ThreadedLease
 from tieredmoe.tier import Tier
+from tieredmoe.trace import Event, EventKind
 
 if TYPE_CHECKING:
     from tieredmoe.adapters import (
@@ -45,6 +55,7 @@ if TYPE_CHECKING:
         LanguageModel,
         Message,
         Piece,
+        PromptCache,
         check_model,
         open_model,
     )
@@ -55,6 +66,8 @@ __all__ = [
     "ConfigError",
     "DigestMismatchError",
     "DirectIOUnavailableError",
+    "Event",
+    "EventKind",
     "ExpertKey",
     "ExpertLayout",
     "ExpertLoadError",
@@ -70,7 +83,9 @@ __all__ = [
     "MoESpec",
     "PackError",
     "Piece",
+    "PromptCache",
     "PromptTooLongError",
+    "QueueFullError",
     "ReadError",
     "RoleSpec",
     "Source",
@@ -86,11 +101,15 @@ __all__ = [
     "check_model",
     "create_pack",
     "format_size",
+    "mirror_pack",
+    "open_checkpoint",
+    "open_foreign_pack",
     "open_hierarchy",
     "open_inventory",
     "open_model",
     "open_pack",
     "parse_size",
+    "split_pack",
     "verify_pack",
 ]
 

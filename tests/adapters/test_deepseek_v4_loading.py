@@ -4,8 +4,8 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from deepseek_v4_runs import CPU, run
 from gguf import GGMLQuantizationType as T
+from model_runs import CPU, run
 
 from tieredmoe.adapters.deepseek_v4 import DeepSeekV4Adapter, DeepSeekV4Config
 from tieredmoe.adapters.dense_experts import DenseExperts

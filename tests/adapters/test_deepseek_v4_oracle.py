@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from deepseek_v4_runs import Recorder, cut_at, load, run
 from gguf import GGMLQuantizationType
+from model_runs import Recorder, cut_at, load, run
 
 from tieredmoe.adapters.deepseek_v4 import attention
 from tieredmoe.adapters.deepseek_v4.indexer import Indexer

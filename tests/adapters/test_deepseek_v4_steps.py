@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 import torch
-from deepseek_v4_runs import load, run
+from failing_experts import Interrupted, Stuck
+from model_runs import load, run
 
 from tieredmoe.errors import ConfigError, ExpertLoadError, PromptTooLongError, TokenizerError
 from tieredmoe.spec import ExpertKey
@@ -24,50 +25,6 @@ def tiny(tmp_path_factory):
     make_deepseek_v4(path, shape=SHAPE, seed=5)
     generator = torch.Generator().manual_seed(1)
     return *load(path), torch.randint(0, SHAPE.vocab_size, (140,), generator=generator)
-
-
-class Interrupted:
-    """Experts that come one by one; at ``layer`` the second one does not."""
-
-    def __init__(self, experts, layer, error):
-        self.spec = experts.spec
-        self.lent = []
-        self._experts = experts
-        self._layer = layer
-        self._error = error
-
-    def routed(self, layer, ids, weights):
-        pass
-
-    def executed(self, layer, n_pairs):
-        pass
-
-    async def stream(self, layer, experts):
-        for n, expert in enumerate(experts):
-            if layer == self._layer and n == 1:
-                raise self._error
-            self.lent.append((layer, expert))
-            try:
-                yield [(expert, self._experts.record(layer, expert))]
-            finally:
-                self.lent.pop()
-
-
-class Stuck(Interrupted):
-    """Experts of which the second at ``layer`` never comes."""
-
-    def __init__(self, experts, layer):
-        super().__init__(experts, layer, None)
-        self.waiting = asyncio.Event()
-
-    async def stream(self, layer, experts):
-        async for portion in super().stream(
-            layer, experts[:1] if layer == self._layer else experts
-        ):
-            yield portion
-        if layer == self._layer:
-            self.waiting.set()
-            await asyncio.Event().wait()
 
 
 def broken(layer, expert):

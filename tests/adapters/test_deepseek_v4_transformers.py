@@ -12,8 +12,8 @@ import importlib
 import attrs
 import pytest
 import torch
-from deepseek_v4_runs import Recorder, cut_at, load, run
 from gguf import GGMLQuantizationType
+from model_runs import Recorder, cut_at, load, run
 
 from tieredmoe.testing.tiny_gguf import (
     DeepSeekV4Shape,

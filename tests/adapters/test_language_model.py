@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import mmap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +16,19 @@ from tieredmoe import (
     ConfigError,
     HierarchyConfig,
     Message,
+    MetadataError,
     PackError,
     PromptTooLongError,
     TokenizerError,
     UnsupportedModelError,
+    check_model,
     create_pack,
+    open_inventory,
     open_model,
+    open_pack,
 )
+from tieredmoe.adapters import dense_tensors
+from tieredmoe.pack import progress, tensors
 from tieredmoe.testing.tiny_gguf import make_deepseek_v4
 
 SMALL = HierarchyConfig(vram="1GiB", reserve=0)
@@ -337,9 +347,107 @@ def test_a_budget_below_top_k_is_refused_with_the_numbers(packs):
         asyncio.run(open_model(packs / "ids.pack", config))
 
 
-def test_a_gguf_is_not_a_pack_and_the_error_says_what_to_do(packs):
-    with pytest.raises(PackError, match="pack create"):
-        asyncio.run(open_model(packs / "ids.gguf", SMALL))
+@pytest.mark.parametrize("stage_slots", [0, 1, 8])
+def test_a_gguf_runs_as_it_is_and_says_what_its_pack_says(packs, stage_slots):
+    config = HierarchyConfig(vram=3 * 40960, reserve=0, stage_slots=stage_slots)
+    prompt = list(range(3, 40))
+    packed, _ = generate(packs / "ids.pack", prompt, max_new_tokens=8)
+    in_place, _ = generate(packs / "ids.gguf", prompt, config, max_new_tokens=8)
+    assert in_place.token_ids == packed.token_ids
+    assert in_place.report.decode.pack_read_bytes > in_place.report.decode.pack_payload_bytes
+
+
+def test_what_is_open_already_can_be_given(packs):
+    expected = generate(packs / "ids.pack", [3, 4], max_new_tokens=4)[0].token_ids
+    for source in (open_inventory(packs / "ids.gguf"), open_pack(packs / "ids.pack")):
+        assert generate(source, [3, 4], max_new_tokens=4)[0].token_ids == expected
+
+
+def test_a_model_in_no_form_that_is_known_says_so(tmp_path):
+    with pytest.raises(PackError, match=r"is not a pack.*it is empty"):
+        asyncio.run(open_model(tmp_path, SMALL))
+
+
+def test_digests_asked_of_a_gguf_are_refused(packs):
+    config = HierarchyConfig(vram="1GiB", reserve=0, verify="always")
+    with pytest.raises(ConfigError, match=r"verify='always'.*ids.gguf carries no digests"):
+        asyncio.run(open_model(packs / "ids.gguf", config))
+
+
+def test_all_that_a_gguf_lacks_is_told_in_one_error(tmp_path):
+    dropped = ["deepseek4.expert_used_count", "deepseek4.attention.q_lora_rank"]
+    make_deepseek_v4(tmp_path / "m.gguf", drop_keys=dropped)
+    for run in (lambda path: asyncio.run(open_model(path, SMALL)), check_model):
+        with pytest.raises(MetadataError) as caught:
+            run(tmp_path / "m.gguf")
+        assert all(key in str(caught.value) for key in dropped)
+
+
+def test_a_check_takes_whatever_opening_takes(packs):
+    for source in ("ids.gguf", "ids.pack"):
+        check_model(packs / source, SMALL)
+    check_model(open_inventory(packs / "ids.gguf"), SMALL)
+    with pytest.raises(BudgetError):
+        check_model(packs / "ids.gguf", HierarchyConfig(vram="20KiB", reserve=0))
+
+
+@pytest.mark.parametrize("name", ["ids.gguf", "ids.pack"])
+def test_progress_grows_to_the_dense_weights_and_loading_time_is_told(packs, name):
+    steps = []
+
+    async def main():
+        model = await open_model(packs / name, SMALL, progress=lambda *step: steps.append(step))
+        async with model:
+            return model.load_s
+
+    assert asyncio.run(main()) > 0
+    done = [n_done for n_done, _ in steps]
+    (total,) = {n_total for _, n_total in steps}
+    assert done == sorted(done)
+    assert done[-1] == total
+    pack = open_pack(packs / "ids.pack")
+    experts = {name for name in pack.tensors if "_exps" in name}
+    assert total == sum(pack.tensors[name].nbytes for name in pack.tensors.keys() - experts)
+
+
+def test_cancelling_a_load_stops_it_and_leaves_nothing_open(packs, monkeypatch):
+    """Progress is reported in the loop, so its first report is the moment to cancel in."""
+    monkeypatch.setattr(tensors, "PIECE_NBYTES", 4096)
+    monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 0.0)
+    before = n_open()
+    seen = []
+
+    async def main():
+        def cancel(n_done, n_total):
+            seen.append((n_done, n_total))
+            task.cancel()
+
+        task = asyncio.ensure_future(open_model(packs / "ids.gguf", SMALL, progress=cancel))
+        await asyncio.wait({task})
+        return task.cancelled(), n_open()
+
+    cancelled, during = asyncio.run(main())
+    assert cancelled
+    assert seen[-1][0] < seen[-1][1]
+    assert n_open() == before
+    assert during[1] <= before[1] + 2, "no reading thread is left"
+
+
+def test_memory_refused_for_the_dense_weights_is_a_budget_error(packs, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    before = n_open()
+    refusing = SimpleNamespace(**{**vars(mmap), "mmap": refuse})
+    monkeypatch.setattr(dense_tensors, "mmap", refusing)
+    with pytest.raises(BudgetError, match=r"refused .* for the dense weights .*ulimit"):
+        asyncio.run(open_model(packs / "ids.pack", SMALL))
+    assert n_open() == before
+
+
+def n_open():
+    """Open files and threads."""
+    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
 
 def test_an_unknown_architecture_is_named_with_those_supported(packs):

@@ -13,7 +13,8 @@ from tieredmoe.adapters.tiered_experts import TieredExperts
 from tieredmoe.backends import open_backend
 from tieredmoe.gguf import open_inventory
 from tieredmoe.hierarchy import Hierarchy
-from tieredmoe.pack import PackSource, create_pack, open_pack
+from tieredmoe.pack import PackSource, create_pack, open_pack, open_virtual_pack
+from tieredmoe.pack.tensors import TensorLoader
 from tieredmoe.policies import POLICIES, make_policy
 from tieredmoe.testing.faulty import FaultySource
 from tieredmoe.testing.tiny_gguf import DeepSeekV4Shape, TypeMix, make_deepseek_v4
@@ -53,20 +54,24 @@ async def logits(model, tokens, experts):
     """All logits: the prefill in chunks of 17, then token by token."""
     state = model.new_state(len(tokens))
     chunks = [*tokens[:N_PREFILL].split(17), *tokens[N_PREFILL:].split(1)]
-    return torch.cat([await model.forward(c, state, experts, logits="all") for c in chunks])
+    return torch.cat(
+        [await model.forward(c, state, experts, logits="all") for c in chunks if len(c)]
+    )
 
 
-def tiered_logits(made, slots, policy):
+def tiered_logits(made, slots, policy, *, records=None):
     """The same through a hierarchy whose slots are poisoned before every fill."""
     pack, model, tokens, _ = made
+    records = records or pack
     spec = pack.spec
 
     async def main():
-        source = FaultySource(PackSource(pack, open_backend("auto", pack.data_files)))
+        backend = open_backend("auto", records.data_files)
+        source = FaultySource(PackSource(records, backend, arranged=len(slots) == 1))
         for i, n_slots in enumerate(slots):
             name = policy if i == len(slots) - 1 else "lru"
             chosen = make_policy(name, n_slots=n_slots, layers=spec.layers, top_k=spec.top_k)
-            arena = host_arena(n_slots, spec.slot_nbytes)
+            arena = host_arena(n_slots, spec.slot_nbytes if i else records.slot_nbytes)
             tier = Tier(name=name, source=source, arena=arena, policy=chosen)
             source = FaultySource(tier)
         async with Hierarchy(tier, spec) as hierarchy:
@@ -82,6 +87,44 @@ def tiered_logits(made, slots, policy):
 def test_logits_are_bit_equal_to_the_dense_run_at_every_cache_size(made, slots, policy):
     got, _ = tiered_logits(made, slots, policy)
     assert torch.equal(got, made[3])
+
+
+@pytest.mark.parametrize("slots", [(2, 3), (7,), (30, 4, 9), (8, 48)])
+def test_logits_are_bit_equal_through_a_virtual_pack_too(made, slots):
+    records = open_virtual_pack(made[0].path.with_name("m-00002-of-00002.gguf"))
+    got, stats = tiered_logits(made, slots, "lfu_lru", records=records)
+    assert torch.equal(got, made[3])
+    assert stats.pack_reads >= stats.resident_experts
+
+
+@pytest.fixture(scope="module")
+def beginning(made):
+    """Few tokens, and the logits of their dense run."""
+    pack, model, tokens, _ = made
+    source = open_inventory(pack.path.with_name("m-00001-of-00002.gguf"))
+    tokens = tokens[:20]
+    return tokens, asyncio.run(logits(model, tokens, DenseExperts.load(source)))
+
+
+@pytest.mark.parametrize(
+    ("n_shards", "alignment"), [(1, 8), (2, 32), (3, 64), (4, 4096), (5, 16), (6, 128), (7, 32)]
+)
+def test_shards_and_alignment_change_nothing(made, beginning, tmp_path, n_shards, alignment):
+    """Dense weights come through the backend here, and experts from where they lie."""
+    weights = make_deepseek_v4(
+        tmp_path / "m.gguf",
+        shape=DeepSeekV4Shape(num_hash_layers=2),
+        types=TypeMix(experts=EXPERT_TYPES),
+        seed=11,
+        n_shards=n_shards,
+        alignment=alignment,
+    )
+    records = open_virtual_pack(weights.paths[-1])
+    loader = TensorLoader(records)
+    model = adapter_for(records.metadata).load(loader, device=torch.device("cpu"))
+    tokens, dense = beginning
+    got, _ = tiered_logits((made[0], model, tokens, None), (4, 9), "lru", records=records)
+    assert torch.equal(got, dense)
 
 
 def test_every_token_executes_its_top_k_in_every_layer(made):

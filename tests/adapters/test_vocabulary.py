@@ -4,6 +4,7 @@ from tokenizer_data import CONTROL, EOS, NORMAL, USER, USER_DEFINED, small_metad
 
 from tieredmoe.adapters.tokenizer import Tokenizer, require_tokenizer
 from tieredmoe.errors import TokenizerError
+from tieredmoe.testing.tiny_tokenizer import tiny_vocabulary, tokenizer_metadata
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,22 @@ def test_end_of_sequence_and_end_of_turn_both_stop_a_generation(small):
     tokenizer = Tokenizer.from_metadata(small_metadata(eot_token_id=small.id_of(USER)))
 
     assert tokenizer.stop_ids == {small.id_of(EOS), small.id_of(USER)}
+
+
+@pytest.mark.parametrize("named", ["[EOS]", "<|end_of_msg|>"])
+def test_both_ends_of_kimi_stop_a_generation_whichever_the_file_names(named):
+    vocabulary = tiny_vocabulary(400, "kimi-k3")
+    ends = {vocabulary.id_of("[EOS]"), vocabulary.id_of("<|end_of_msg|>")}
+    key = "tokenizer.ggml.eos_token_id"
+    metadata = tokenizer_metadata(vocabulary) | {key: vocabulary.id_of(named)}
+    assert Tokenizer.from_metadata(metadata).stop_ids == ends
+
+
+def test_a_token_of_text_that_is_spelled_like_an_end_stops_nothing():
+    tokens = [*small_metadata()["tokenizer.ggml.tokens"], "[EOS]"]
+    types = [*small_metadata()["tokenizer.ggml.token_type"], NORMAL]
+    tokenizer = Tokenizer.from_metadata(small_metadata(tokens=tokens, token_type=types))
+    assert tokenizer.stop_ids == {tokenizer.id_of(EOS)}
 
 
 def test_add_bos_is_what_the_file_says():

@@ -106,7 +106,7 @@ def test_a_signal_ends_it_with_the_table_statistics_and_its_exit_code(gguf, tmp_
     ("arguments", "fact"),
     [
         (["--gguf", "missing.gguf"], "missing.gguf"),
-        (["--gguf", __file__], "not a GGUF"),
+        (["--gguf", __file__], "a model is a pack's directory; a GGUF file"),
         (["--pack", "nowhere"], "nowhere"),
         (["--gguf", "GGUF", "--prompt", "text"], "give token ids"),
         (["--gguf", "GGUF", "--ids", "--prompt", "one two"], "--ids wants token ids"),

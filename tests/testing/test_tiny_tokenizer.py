@@ -6,6 +6,7 @@ from tieredmoe.testing.tiny_tokenizer import (
     CONTROL,
     NORMAL,
     TINY_VOCABULARY_MIN,
+    UNUSED,
     USER_DEFINED,
     byte_alphabet,
     tiny_vocabulary,
@@ -23,9 +24,10 @@ def byte_level(vocabulary):
     return tokenizer
 
 
+@pytest.mark.parametrize("family", ["deepseek-v4", "kimi-k3"])
 @pytest.mark.parametrize("n_tokens", SIZES)
-def test_a_vocabulary_has_the_size_that_was_asked_for_and_no_token_twice(n_tokens):
-    vocabulary = tiny_vocabulary(n_tokens)
+def test_a_vocabulary_has_the_size_that_was_asked_for_and_no_token_twice(n_tokens, family):
+    vocabulary = tiny_vocabulary(n_tokens, family)
     assert len(vocabulary.tokens) == len(vocabulary.token_types) == n_tokens
     assert len(set(vocabulary.tokens)) == n_tokens
 
@@ -50,6 +52,20 @@ def test_the_special_tokens_are_the_real_models(n_tokens):
     assert types["<think>"] == types["</think>"] == USER_DEFINED
     assert vocabulary.token_types[:3] == (CONTROL,) * 3
     assert types["a"] == types["Ġ"] == NORMAL
+
+
+@pytest.mark.parametrize("n_tokens", SIZES)
+def test_what_is_special_to_kimi_stands_behind_its_base_tokens(n_tokens):
+    vocabulary = tiny_vocabulary(n_tokens, "kimi-k3")
+    special = ("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")
+    assert vocabulary.tokens[-8:] == (*special, "[UNK]", "[PAD]")
+    assert set(vocabulary.token_types[-8:]) == {CONTROL}
+    n_base = 256 + len(vocabulary.merges)
+    assert set(vocabulary.token_types[:n_base]) == {NORMAL}
+    assert set(vocabulary.token_types[n_base:-8]) <= {UNUSED}
+    named = (vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id)
+    assert [vocabulary.tokens[i] for i in named] == ["[BOS]", "<|end_of_msg|>", "[PAD]"]
+    assert vocabulary.pre == "kimi-k2"
 
 
 def test_the_byte_alphabet_is_that_of_byte_level_tokenizers():

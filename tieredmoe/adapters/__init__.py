@@ -4,6 +4,7 @@ from tieredmoe.adapters.chat import Message
 from tieredmoe.adapters.generation import Generation, GenerationReport, Piece
 from tieredmoe.adapters.language_model import LanguageModel, open_model
 from tieredmoe.adapters.preflight import check_model
+from tieredmoe.adapters.prompt_cache import PromptCache
 
 __all__ = [
     "Generation",
@@ -11,6 +12,7 @@ __all__ = [
     "LanguageModel",
     "Message",
     "Piece",
+    "PromptCache",
     "check_model",
     "open_model",
 ]

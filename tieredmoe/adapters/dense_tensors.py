@@ -4,20 +4,27 @@ Everything that can be wrong with a file's tensors is found before the first byt
 in one error. Files of one architecture differ harmlessly: some drop the ``.weight`` suffix, any
 matrix may be of any type, leading axes may be merged or not, and tensors may be there that nobody
 needs.
+
+A ``TensorLoader`` brings all of them in one pass over the files when the first is asked for, each
+byte into the place where it stays. Other sources are asked for one tensor at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from gguf import GGMLQuantizationType
 
-from tieredmoe.errors import MetadataError, UnsupportedModelError
-from tieredmoe.moe.dequant import check_type, dequantise
+from tieredmoe.budget import format_size
+from tieredmoe.errors import BudgetError, MetadataError, UnsupportedModelError
+from tieredmoe.moe.dequant import ALIGNMENT_NBYTES, check_type, dequantise
 from tieredmoe.moe.linear import PackedLinear
+from tieredmoe.pack.tensors import TensorLoader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +45,7 @@ _INTEGERS = MappingProxyType(
 
 
 class DenseTensors:
-    """Tensors of ``source`` by their canonical names, each read onto ``device`` when asked for.
+    """Tensors of ``source`` by their canonical names, on ``device``; read when asked for.
 
     ``floats`` and ``integers`` map the names that will be read to shapes in numpy order, ``others``
     those that must be there but are read elsewhere. Raises one ``MetadataError`` listing every
@@ -65,6 +72,7 @@ class DenseTensors:
         _check_types(source, [self._found[name] for name in integers], integral=True)
         self._n_total = sum(self._found[name].nbytes for name in self._shapes)
         self._n_done = 0
+        self._loaded: dict[str, torch.Tensor] | None = None
 
     def matrix(self, name: str) -> PackedLinear:
         """A matrix in its quantised bytes."""
@@ -82,11 +90,65 @@ class DenseTensors:
 
     def _read(self, name: str) -> torch.Tensor:
         info = self._found[name]
+        if isinstance(self._source, TensorLoader):
+            if self._loaded is None:
+                self._loaded = self._load(self._source)
+            return self._loaded[info.name]
         raw = torch.from_numpy(self._source.read(info.name)).to(self._device)
-        self._n_done += info.nbytes
+        self._report(info.nbytes)
+        return raw
+
+    def _load(self, loader: TensorLoader) -> dict[str, torch.Tensor]:
+        infos = {info.name: info for info in (self._found[name] for name in self._shapes)}
+        tensors = _memory_for(list(infos.values()), self._device)
+
+        def deliver(name: str, start: int, data: memoryview) -> None:
+            piece = torch.frombuffer(data, dtype=torch.uint8)
+            tensors[name][start : start + data.nbytes].copy_(piece)
+            self._report(data.nbytes)
+
+        loader.load(list(infos), deliver)
+        return tensors
+
+    def _report(self, nbytes: int) -> None:
+        self._n_done += nbytes
         if self._progress is not None:
             self._progress(self._n_done, self._n_total)
-        return raw
+
+
+def _memory_for(infos: list[TensorInfo], device: torch.device) -> dict[str, torch.Tensor]:
+    """uint8 tensors of the sizes of ``infos``, their contents undefined.
+
+    On the host they share one mapping of huge pages, each aligned for any type. Raises
+    ``BudgetError`` if the kernel refuses it.
+    """
+    if device.type != "cpu":
+        return {
+            info.name: torch.empty(info.nbytes, dtype=torch.uint8, device=device) for info in infos
+        }
+    starts, end = [], 0
+    for info in infos:
+        starts.append(end)
+        end += -(-info.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+    memory = _host_memory(max(end, 1))
+    return {
+        info.name: memory[start : start + info.nbytes]
+        for info, start in zip(infos, starts, strict=True)
+    }
+
+
+def _host_memory(nbytes: int) -> torch.Tensor:
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError, OverflowError, ValueError) as error:
+        raise BudgetError(
+            f"the kernel refused {format_size(nbytes)} of host memory for the dense weights "
+            f"({error}); free some, or raise the limit (ulimit -v, overcommit, container)"
+        ) from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages: slower, still right
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    # The tensor keeps the mapping alive. Pages are touched first by what is copied into them.
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _where(source: TensorSource) -> str:

@@ -18,9 +18,9 @@ from tieredmoe.errors import ConfigError, PromptTooLongError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from tieredmoe.adapters.protocol import ExpertProvider, Model
+    from tieredmoe.adapters.prompt_cache import PromptCache
+    from tieredmoe.adapters.protocol import AnswerDecoder, ExpertProvider, Model, State
     from tieredmoe.adapters.sampling import Sampler
-    from tieredmoe.adapters.tokenizer import Tokenizer
     from tieredmoe.stats import Stats
 
 StopReason = Literal["stop token", "max_new_tokens", "context", "unfinished"]
@@ -45,6 +45,8 @@ class GenerationReport:
     """What a generation has done so far; ``prefill`` and ``decode`` are counters of each phase."""
 
     n_prompt_tokens: int
+    n_reused: int
+    """Prompt tokens whose state a ``PromptCache`` had; they are not prefilled."""
     n_prefilled: int
     n_generated: int
     prefill_s: float
@@ -52,6 +54,11 @@ class GenerationReport:
     stop_reason: StopReason
     prefill: Stats
     decode: Stats
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the start of the iteration until the first token was there."""
+        return self.prefill_s
 
     @property
     def n_decoded(self) -> int:
@@ -82,11 +89,13 @@ class Generation:
     _stats: Callable[[], Stats]
     _prompt: Sequence[int]
     _sampler: Sampler
-    _tokenizer: Tokenizer | None
+    _decoder: AnswerDecoder | None
     _stop_ids: frozenset[int]
     _max_new_tokens: int
     _n_context: int
     _chunk_length: int
+    _cache: PromptCache | None = None
+    _n_reused: int = attrs.field(init=False, default=0)
     _n_prefilled: int = attrs.field(init=False, default=0)
     _generated: list[int] = attrs.field(init=False, factory=list)
     _stop_reason: StopReason = attrs.field(init=False, default="unfinished")
@@ -113,6 +122,7 @@ class Generation:
         start, first, end = (self._marks + [now] * 3)[:3]
         return GenerationReport(
             n_prompt_tokens=len(self._prompt),
+            n_reused=self._n_reused,
             n_prefilled=self._n_prefilled,
             n_generated=len(self._generated),
             prefill_s=first[0] - start[0],
@@ -126,29 +136,43 @@ class Generation:
         if self._marks:
             raise ConfigError("a generation is iterated once; call generate() again")
         self._mark()
+        state = self._begin()
         try:
-            state = self._model.new_state(self._n_context)
             logits = await self._prefill(state)
-            decoder = self._tokenizer.stream_decoder() if self._tokenizer else None
+            if self._cache is not None:
+                self._cache.keep(self._model, self._prompt, state.copy())
             self._mark()
             while True:
                 token_id = self._sampler(logits[-1])
                 self._generated.append(token_id)
                 reason = self._reason_to_stop(token_id)
                 if token_id not in self._stop_ids:
-                    yield Piece(decoder.push(token_id) if decoder else "", token_id)
+                    yield Piece(self._decoder.push(token_id) if self._decoder else "", token_id)
                 if reason is not None:
                     break
                 logits = await self._forward([token_id], state, "last")
             self._stop_reason = reason
-            if decoder is not None and (rest := decoder.finish()):
+            if self._decoder is not None and (rest := self._decoder.finish()):
                 yield Piece(rest, None)
         finally:
             self._mark()
+            if self._cache is not None and state.n_tokens:
+                ids = [*self._prompt, *self._generated]
+                self._cache.keep(self._model, ids[: state.n_tokens], state)
 
-    async def _prefill(self, state: Any) -> torch.Tensor:
+    def _begin(self) -> State:
+        """The state to go on from: a snapshot of the prompt's beginning, or an empty one."""
+        if self._cache is not None:
+            state = self._cache.longest(self._model, self._prompt, n_context=self._n_context)
+            if state is not None:
+                self._n_reused = state.n_tokens
+                return state
+        empty: State = self._model.new_state(self._n_context)
+        return empty
+
+    async def _prefill(self, state: State) -> torch.Tensor:
         n = len(self._prompt)
-        for start in range(0, n, self._chunk_length):
+        for start in range(self._n_reused, n, self._chunk_length):
             chunk = self._prompt[start : start + self._chunk_length]
             last = start + len(chunk) == n
             logits = await self._forward(chunk, state, "last" if last else "none")
@@ -156,7 +180,7 @@ class Generation:
         return logits
 
     async def _forward(
-        self, ids: Sequence[int], state: Any, rows: Literal["last", "none"]
+        self, ids: Sequence[int], state: State, rows: Literal["last", "none"]
     ) -> torch.Tensor:
         # A step whose experts are all resident never suspends; the loop still needs its turn,
         # for cancellation as for other tasks.

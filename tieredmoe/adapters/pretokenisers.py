@@ -30,8 +30,25 @@ _DEEPSEEK_V3 = (
     ),
 )
 
+# Source: pat_str of Moonshot's tokenization_kimi.py, the same for Kimi-K2 and Kimi-K3.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_KIMI_K2 = (
+    (
+        r"[\p{Han}]+"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+        r"|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+"
+        r"|\s+(?!\S)"
+        r"|\s+"
+    ),
+)
+
 PRE_TOKENISERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"deepseek-v3": _DEEPSEEK_V3, "joyai-llm": _DEEPSEEK_V3}
+    {"deepseek-v3": _DEEPSEEK_V3, "joyai-llm": _DEEPSEEK_V3, "kimi-k2": _KIMI_K2}
 )
 """Patterns by name. Each pattern in turn cuts the pieces that the one before it left; both what it
 matches and what lies between become pieces."""

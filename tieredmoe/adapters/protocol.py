@@ -13,7 +13,7 @@ let a device wait for one copy fence instead of many).
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from tieredmoe.moe.reference import Record
 
@@ -73,6 +73,15 @@ class State(Protocol):
     def n_context(self) -> int:
         """Tokens it may hold at most."""
 
+    def copy(self, *, n_context: int | None = None) -> Self:
+        """The same sequence in memory of its own: a snapshot to go on from, more than once.
+
+        From here on neither state sees the tokens that the other takes. The copy takes memory for
+        the tokens it has and may grow to ``n_context`` of them, this state's by default. Raises
+        ``ConfigError`` for a context that cannot hold them or is beyond what the model was made
+        for. Only whole states can be copied: recurrent layers cannot take back a token.
+        """
+
 
 class ModelConfig(Protocol):
     """The facts about a model that every engine asks for."""
@@ -119,6 +128,16 @@ class Model(Protocol[S]):
         """
 
 
+class AnswerDecoder(Protocol):
+    """Makes text of one answer's tokens as they come, without the mark-up of the model's format."""
+
+    def push(self, token_id: int) -> str:
+        """The whole characters that ``token_id`` completes, often none."""
+
+    def finish(self) -> str:
+        """What is left, U+FFFD for a character cut short."""
+
+
 class Adapter(Protocol):
     """One architecture: makes its model from a file, and its prompt from a conversation."""
 
@@ -138,10 +157,22 @@ class Adapter(Protocol):
         """
 
     def encode_chat(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool = False
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        thinking: bool = False,
+        effort: str | None = None,
     ) -> list[int]:
         """The token ids that ask the model for the next turn of a conversation.
 
-        Raises ``ConfigError`` for a conversation that the model's format cannot express and
-        ``TokenizerError`` for a tokenizer that lacks the tokens it needs.
+        ``thinking`` lets it reason first, ``effort`` says how much, in the format's own words
+        (default: the format's). Raises ``ConfigError`` for a conversation that the model's format
+        cannot express and ``TokenizerError`` for a tokenizer that lacks the tokens it needs.
+        """
+
+    def answer_decoder(self, tokenizer: Tokenizer, *, thinking: bool = False) -> AnswerDecoder:
+        """What reads one answer to a prompt of ``encode_chat`` with the same ``thinking``.
+
+        Reasoning, if any, is text like the rest and ends with ``</think>``.
         """

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tieredmoe.adapters.deepseek_v4 import DeepSeekV4Adapter
+from tieredmoe.adapters.kimi_k3 import KimiK3Adapter
 from tieredmoe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from tieredmoe.gguf.metadata import Metadata
 
 _ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
-    {adapter.architecture: adapter for adapter in (DeepSeekV4Adapter(),)}
+    {adapter.architecture: adapter for adapter in (DeepSeekV4Adapter(), KimiK3Adapter())}
 )
 
 

@@ -42,6 +42,8 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.pad_id = vocabulary.pad_id
         self.eot_id = vocabulary.eot_id
+        self.stop_ids = vocabulary.stop_ids
+        """The ids that end a generation: end of sequence, and of a turn where there is such one."""
         self.add_bos = vocabulary.add_bos
         """What the file says of BOS; ``encode`` adds none, whoever writes the prompt does."""
         self._pre = vocabulary.pre
@@ -73,11 +75,6 @@ class Tokenizer:
     def n_vocab(self) -> int:
         """Tokens in all; every id is below."""
         return len(self._tokens)
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """The ids that end a generation: end of sequence, and end of turn if the file has one."""
-        return frozenset(i for i in (self.eos_id, self.eot_id) if i is not None)
 
     def encode(
         self, text: str, *, allow_special: bool = False, literal: Collection[str] = ()

@@ -24,6 +24,11 @@ NO_TOKENIZER = ("none", "no_vocab")
 """Values of ``tokenizer.ggml.model`` that say that the file has no tokenizer."""
 
 
+_END_TOKENS = ("<|end_of_msg|>", "[EOS]")
+"""Control tokens that end a generation whether or not the file names them as end of sequence: of
+Kimi's two, early files name the one that ends no message."""
+
+
 class TokenType(IntEnum):
     """``tokenizer.ggml.token_type``; source: ``gguf.TokenType``."""
 
@@ -55,6 +60,7 @@ class Vocabulary:
     eos_id: int | None
     pad_id: int | None
     eot_id: int | None
+    stop_ids: frozenset[int]
     add_bos: bool
 
     @classmethod
@@ -89,7 +95,10 @@ class Vocabulary:
             where = getattr(metadata, "path", None) or "tokenizer metadata"
             raise TokenizerError(f"{where}: {'; '.join(problems)}")
         add_bos = bool(integral(_plain(get("add_bos_token"))))
-        return cls(get("pre"), tokens, types, merges, ids, bos, eos, pad, eot, add_bos)
+        ends = {eos, eot}
+        ends |= {ids[t] for t in _END_TOKENS if t in ids and types[ids[t]] == TokenType.CONTROL}
+        stops = frozenset(i for i in ends if i is not None)
+        return cls(get("pre"), tokens, types, merges, ids, bos, eos, pad, eot, stops, add_bos)
 
 
 def byte_characters() -> dict[str, int]:

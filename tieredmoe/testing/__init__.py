@@ -16,6 +16,8 @@ from tieredmoe.testing.tiny_gguf import (
     to_transformers,
     transformers_config,
 )
+from tieredmoe.testing.tiny_kimi import KimiK3Weights, make_kimi_k3
+from tieredmoe.testing.tiny_kimi_shape import KimiK3Shape, KimiK3Types
 from tieredmoe.testing.tiny_pack import TinyPack, host_arena, tiny_hierarchy, tiny_spec
 from tieredmoe.testing.tiny_tokenizer import TinyVocabulary, tiny_vocabulary
 
@@ -25,6 +27,9 @@ __all__ = [
     "Fault",
     "FaultPlan",
     "FaultySource",
+    "KimiK3Shape",
+    "KimiK3Types",
+    "KimiK3Weights",
     "SimDeadlock",
     "SimDisk",
     "SimLoop",
@@ -34,6 +39,7 @@ __all__ = [
     "TypeMix",
     "host_arena",
     "make_deepseek_v4",
+    "make_kimi_k3",
     "sim_run",
     "tiny_hierarchy",
     "tiny_spec",

@@ -64,14 +64,20 @@ def write_shards(
     metadata: Mapping[str, object],
     shards: Sequence[Sequence[StoredTensor]],
     alignment: int = _DEFAULT_ALIGNMENT,
+    n_tensors_claimed: int | None = None,
 ) -> tuple[Path, ...]:
     """Write one file at ``path``, or the set ``STEM-0000i-of-0000n.gguf`` beside it.
 
     As with llama-gguf-split, only the first shard carries the model's metadata. Values: int is
     written as u32 (i64 where that is too narrow), float as f32, numpy scalars and arrays in their
-    own type. Raises ``GGUFError`` if a file cannot be written; then nothing that was begun is left.
+    own type. ``n_tensors_claimed`` is what a set's shards say of the number of its tensors, by
+    default the truth.
+
+    Raises ``GGUFError`` if a file cannot be written; then nothing that was begun is left.
     """
     n_shards, n_tensors = len(shards), sum(map(len, shards))
+    if n_tensors_claimed is not None:
+        n_tensors = n_tensors_claimed
     if n_shards == 1:
         paths: tuple[Path, ...] = (path,)
     else:

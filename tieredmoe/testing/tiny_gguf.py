@@ -7,25 +7,26 @@ indexer gaps well above float noise, clamps that are felt, sinks and biases that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
-import attrs
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 
-from tieredmoe.errors import ConfigError, raise_config_problems
-from tieredmoe.testing.tiny_blocks import encode, encoding_problem
-from tieredmoe.testing.tiny_container import StoredTensor, shard_tensors, write_shards
+from tieredmoe.errors import raise_config_problems
+from tieredmoe.testing.tiny_model import (
+    TinyWeights,
+    WeightDraw,
+    require_vocabulary_size,
+    write_model,
+)
 from tieredmoe.testing.tiny_shape import DeepSeekV4Shape, TypeMix
-from tieredmoe.testing.tiny_tokenizer import TinyVocabulary, tiny_vocabulary
+from tieredmoe.testing.tiny_tokenizer import TinyVocabulary, tiny_vocabulary, tokenizer_metadata
 from tieredmoe.testing.tiny_transformers import to_transformers, transformers_config
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
-    from numpy.typing import NDArray
+    from tieredmoe.testing.tiny_model import DrawnTensor
 
 __all__ = [
     "DeepSeekV4Shape",
@@ -42,28 +43,8 @@ _SQRT_SOFTPLUS = 4
 """``expert_gating_func`` of DeepSeek-V4 in llama.cpp's numbering."""
 
 
-@attrs.frozen(eq=False, repr=False)
-class DeepSeekV4Weights(Mapping[str, "NDArray[Any]"]):
-    """What a made file means: float32 weights (int32 hash tables) by GGUF name, in numpy order.
-
-    ``paths`` are the files, in the order of shards.
-    """
-
-    paths: tuple[Path, ...]
-    shape: DeepSeekV4Shape
-    tensors: Mapping[str, NDArray[Any]]
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def __repr__(self) -> str:
-        return f"DeepSeekV4Weights({len(self)} tensors in {len(self.paths)} files)"
+DeepSeekV4Weights = TinyWeights[DeepSeekV4Shape]
+"""What a made DeepSeek-V4 means."""
 
 
 def make_deepseek_v4(
@@ -93,22 +74,18 @@ def make_deepseek_v4(
     shape = shape or DeepSeekV4Shape()
     if tokenizer == "tiny":
         tokenizer = tiny_vocabulary(shape.vocab_size)
-    if tokenizer is not None and len(tokenizer.tokens) != shape.vocab_size:
-        raise ConfigError(
-            f"a tokenizer of {len(tokenizer.tokens)} tokens for a vocab_size of {shape.vocab_size}"
-        )
-    drawn = _Draw(shape, types or TypeMix(), seed).model()
-    pairs = {**model_metadata(shape, tokenizer), **(metadata or {})}
-    stored = [drawn[name].stored for name in drawn if name not in drop_tensors]
-    paths = write_shards(
+    require_vocabulary_size(tokenizer, shape.vocab_size)
+    return write_model(
         Path(path),
+        _Draw(shape, types or TypeMix(), seed).model(),
+        shape,
         architecture=ARCHITECTURE,
-        metadata={key: value for key, value in pairs.items() if key not in drop_keys},
-        shards=shard_tensors(stored, n_shards),
+        metadata={**model_metadata(shape, tokenizer), **(metadata or {})},
+        n_shards=n_shards,
         alignment=alignment,
+        drop_keys=drop_keys,
+        drop_tensors=drop_tensors,
     )
-    decoded = {name: tensor.decoded for name, tensor in drawn.items() if name not in drop_tensors}
-    return DeepSeekV4Weights(paths, shape, decoded)
 
 
 def model_metadata(shape: DeepSeekV4Shape, tokenizer: TinyVocabulary | None) -> dict[str, object]:
@@ -161,43 +138,20 @@ def model_metadata(shape: DeepSeekV4Shape, tokenizer: TinyVocabulary | None) -> 
         "general.name": "tiny DeepSeek-V4",
         "general.quantization_version": 2,
         **{f"{ARCHITECTURE}.{key}": value for key, value in own.items()},
-        **_tokenizer_metadata(tokenizer),
+        **tokenizer_metadata(tokenizer),
     }
-
-
-def _tokenizer_metadata(vocabulary: TinyVocabulary | None) -> dict[str, object]:
-    if vocabulary is None:
-        return {"tokenizer.ggml.model": "none"}
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "joyai-llm",
-        "tokenizer.ggml.tokens": list(vocabulary.tokens),
-        "tokenizer.ggml.token_type": np.array(vocabulary.token_types, dtype=np.int32),
-        "tokenizer.ggml.merges": list(vocabulary.merges),
-        "tokenizer.ggml.bos_token_id": vocabulary.bos_id,
-        "tokenizer.ggml.eos_token_id": vocabulary.eos_id,
-        "tokenizer.ggml.padding_token_id": vocabulary.pad_id,
-        "tokenizer.ggml.add_bos_token": False,  # the chat prompt brings its own
-    }
-
-
-class _Tensor(NamedTuple):
-    stored: StoredTensor
-    decoded: NDArray[Any]
 
 
 class _Draw:
-    """Draws a model's weights in a fixed order, so that neither types nor shards change them."""
+    """Draws a model's weights in the order of the file."""
 
     def __init__(self, shape: DeepSeekV4Shape, types: TypeMix, seed: int) -> None:
         self._shape = shape
         self._types = types
-        self._rng = np.random.default_rng(seed)
-        self._block_rng = np.random.default_rng([seed, 1])
-        self._tensors: dict[str, _Tensor] = {}
-        self._problems: list[str] = []
+        self._draw = WeightDraw(seed)
+        self._matrix, self._vector = self._draw.matrix, self._draw.vector
 
-    def model(self) -> dict[str, _Tensor]:
+    def model(self) -> dict[str, DrawnTensor]:
         """Every tensor by name, in the order of the file."""
         shape, types = self._shape, self._types
         V, H, hc = shape.vocab_size, shape.hidden_size, shape.hc_mult
@@ -216,8 +170,8 @@ class _Draw:
             if shape.compress_ratios[layer] == 4:
                 self._indexer(block)
             self._experts(block, layer)
-        raise_config_problems("tiny DeepSeek-V4", self._problems)
-        return self._tensors
+        raise_config_problems("tiny DeepSeek-V4", self._draw.problems)
+        return self._draw.tensors
 
     def _hyper(self, block: str) -> None:
         H, hc = self._shape.hidden_size, self._shape.hc_mult
@@ -290,31 +244,11 @@ class _Draw:
             name = f"{block}ffn_{role}_shexp.weight"
             self._matrix(name, *size, ggml_type=types.shared, gain=2.0)
 
-    def _matrix(
-        self, name: str, *size: int, ggml_type: GGMLQuantizationType, gain: float = 1.0
-    ) -> None:
-        drawn = self._rng.standard_normal(size) * gain / np.sqrt(size[-1])
-        problem = encoding_problem(size[-1], ggml_type)
-        if problem is not None:
-            self._problems.append(f"{name}: {problem}")
-            return
-        data, decoded = encode(drawn.astype(np.float32), ggml_type, self._block_rng)
-        self._tensors[name] = _Tensor(StoredTensor(name, data, ggml_type), decoded)
-
-    def _vector(self, name: str, *size: int, mean: float = 0.0, std: float = 1.0) -> None:
-        drawn = (mean + std * self._rng.standard_normal(size)).astype(np.float32)
-        self._tensors[name] = _Tensor(
-            StoredTensor(name, drawn.view(np.uint8), GGMLQuantizationType.F32), drawn
-        )
-
     def _hash_table(self, name: str) -> None:
         """Distinct experts for every token id."""
         shape = self._shape
         rows = [
-            self._rng.permutation(shape.n_routed_experts)[: shape.num_experts_per_tok]
+            self._draw.rng.permutation(shape.n_routed_experts)[: shape.num_experts_per_tok]
             for _ in range(shape.vocab_size)
         ]
-        table = np.stack(rows).astype(np.int32)
-        self._tensors[name] = _Tensor(
-            StoredTensor(name, table.view(np.uint8), GGMLQuantizationType.I32), table
-        )
+        self._draw.integers(name, np.stack(rows))

@@ -1,10 +1,11 @@
 # ruff: noqa: RUF001 (the vertical bars in the real tokens are full-width)
-"""A small byte-level BPE vocabulary, in the form in which DeepSeek-V4 files carry the real one.
+"""Small byte-level BPE vocabularies, in the form in which real models' files carry theirs.
 
-Same order as the real vocabulary: begin, end and padding first, then the 256 bytes (in the alphabet
-of GPT-2, by code point), then merged tokens in order of their merges, placeholders, and the chat
-markers last. Merges are learned from the few sentences below, so that English text really is
-merged; a vocabulary larger than they can fill is filled with placeholders, as the real one is.
+Same order as in the real vocabulary. DeepSeek-V4: begin, end and padding first, then the 256 bytes
+(in the alphabet of GPT-2, by code point), merged tokens in order of their merges, placeholders, and
+the chat markers last. Kimi-K3: the bytes first and all that is special last. Merges are learned
+from the few sentences below, so that English text really is merged; a vocabulary larger than they
+can fill is filled with placeholders, as the real ones are.
 """
 
 from __future__ import annotations
@@ -12,24 +13,82 @@ from __future__ import annotations
 import re
 from collections import Counter
 from itertools import pairwise
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import attrs
+import numpy as np
 
 from tieredmoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 TINY_VOCABULARY_MIN = 270
 """The 256 bytes, the special tokens and at least six merges."""
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Values of ``tokenizer.ggml.token_type``."""
 
-_LEADING = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>")
-_TRAILING = (
-    ("<｜User｜>", CONTROL),
-    ("<｜Assistant｜>", CONTROL),
-    ("<think>", USER_DEFINED),
-    ("</think>", USER_DEFINED),
-    ("｜DSML｜", USER_DEFINED),
+Family = Literal["deepseek-v4", "kimi-k3"]
+"""Whose real vocabulary a tiny one is like."""
+
+
+class _Special(NamedTuple):
+    """What a family adds to bytes and merges; ``{}`` in a placeholder is its number."""
+
+    pre: str
+    leading: tuple[tuple[str, int], ...]
+    trailing: tuple[tuple[str, int], ...]
+    placeholder: tuple[str, int]
+    bos: str
+    eos: str
+    pad: str
+
+
+_SPECIAL: Mapping[Family, _Special] = MappingProxyType(
+    {
+        "deepseek-v4": _Special(
+            pre="joyai-llm",
+            leading=(
+                ("<｜begin▁of▁sentence｜>", CONTROL),
+                ("<｜end▁of▁sentence｜>", CONTROL),
+                ("<｜▁pad▁｜>", CONTROL),
+            ),
+            trailing=(
+                ("<｜User｜>", CONTROL),
+                ("<｜Assistant｜>", CONTROL),
+                ("<think>", USER_DEFINED),
+                ("</think>", USER_DEFINED),
+                ("｜DSML｜", USER_DEFINED),
+            ),
+            placeholder=("<｜place▁holder▁no▁{}｜>", CONTROL),
+            bos="<｜begin▁of▁sentence｜>",
+            eos="<｜end▁of▁sentence｜>",
+            pad="<｜▁pad▁｜>",
+        ),
+        "kimi-k3": _Special(
+            pre="kimi-k2",
+            leading=(),
+            trailing=tuple(
+                (text, CONTROL)
+                for text in (
+                    "[BOS]",
+                    "[EOS]",
+                    "<|end_of_msg|>",
+                    "<|open|>",
+                    "<|close|>",
+                    "<|sep|>",
+                    "[UNK]",
+                    "[PAD]",
+                )
+            ),
+            placeholder=("[PAD{}]", UNUSED),
+            bos="[BOS]",
+            eos="<|end_of_msg|>",
+            pad="[PAD]",
+        ),
+    }
 )
 
 _TEXT = """
@@ -55,13 +114,15 @@ class TinyVocabulary:
     bos_id: int = 0
     eos_id: int = 1
     pad_id: int = 2
+    pre: str = "joyai-llm"
+    """The pre-tokeniser's name."""
 
     def id_of(self, token: str) -> int:
         """The id of a token given as it stands in the vocabulary; ``ValueError`` if absent."""
         return self.tokens.index(token)
 
 
-def tiny_vocabulary(n_tokens: int) -> TinyVocabulary:
+def tiny_vocabulary(n_tokens: int, family: Family = "deepseek-v4") -> TinyVocabulary:
     """A vocabulary of exactly ``n_tokens`` entries, the same on every call.
 
     Raises ``ConfigError`` below ``TINY_VOCABULARY_MIN``.
@@ -71,19 +132,45 @@ def tiny_vocabulary(n_tokens: int) -> TinyVocabulary:
             f"a tiny vocabulary needs {TINY_VOCABULARY_MIN} tokens or more, not {n_tokens}; "
             "a model without a tokenizer can be smaller"
         )
+    special = _SPECIAL[family]
     alphabet = sorted(byte_alphabet().values())
-    n_fill = n_tokens - len(_LEADING) - len(alphabet) - len(_TRAILING)
+    n_fill = n_tokens - len(special.leading) - len(alphabet) - len(special.trailing)
     merges = _learn_merges(n_fill)
-    merged = ["".join(pair) for pair in merges]
-    placeholders = [f"<｜place▁holder▁no▁{i}｜>" for i in range(n_fill - len(merged))]
-    tokens = [*_LEADING, *alphabet, *merged, *placeholders, *(token for token, _ in _TRAILING)]
-    types = [
-        *[CONTROL] * len(_LEADING),
-        *[NORMAL] * (len(alphabet) + len(merged)),
-        *[CONTROL] * len(placeholders),
-        *(token_type for _, token_type in _TRAILING),
+    placeholder, placeholder_type = special.placeholder
+    entries = [
+        *special.leading,
+        *((character, NORMAL) for character in alphabet),
+        *(("".join(pair), NORMAL) for pair in merges),
+        *((placeholder.format(i), placeholder_type) for i in range(n_fill - len(merges))),
+        *special.trailing,
     ]
-    return TinyVocabulary(tuple(tokens), tuple(types), tuple(map(" ".join, merges)))
+    tokens, types = zip(*entries, strict=True)
+    return TinyVocabulary(
+        tokens,
+        types,
+        tuple(map(" ".join, merges)),
+        bos_id=tokens.index(special.bos),
+        eos_id=tokens.index(special.eos),
+        pad_id=tokens.index(special.pad),
+        pre=special.pre,
+    )
+
+
+def tokenizer_metadata(vocabulary: TinyVocabulary | None) -> dict[str, object]:
+    """What a GGUF says of the vocabulary; None is the tokenizer model "none"."""
+    if vocabulary is None:
+        return {"tokenizer.ggml.model": "none"}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": vocabulary.pre,
+        "tokenizer.ggml.tokens": list(vocabulary.tokens),
+        "tokenizer.ggml.token_type": np.array(vocabulary.token_types, dtype=np.int32),
+        "tokenizer.ggml.merges": list(vocabulary.merges),
+        "tokenizer.ggml.bos_token_id": vocabulary.bos_id,
+        "tokenizer.ggml.eos_token_id": vocabulary.eos_id,
+        "tokenizer.ggml.padding_token_id": vocabulary.pad_id,
+        "tokenizer.ggml.add_bos_token": False,  # the chat prompt brings its own, if any
+    }
 
 
 def byte_alphabet() -> dict[int, str]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from tieredmoe.adapters.deepseek_v4.norm import rms, rms_norm
 from tieredmoe.adapters.deepseek_v4.past import Chunk, Keys
 from tieredmoe.adapters.deepseek_v4.state import LayerState
+from tieredmoe.adapters.norm import rms, rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from tieredmoe.adapters.chat import Message
-from tieredmoe.errors import TokenizerError, raise_config_problems
+from tieredmoe.adapters.chat import Message, message_problems, require_marks
+from tieredmoe.errors import raise_config_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tieredmoe.adapters.tokenizer import Tokenizer
-
-ROLES = ("system", "user", "assistant")
 
 _BAR = "\uff5c"  # full-width, as in every token of this model's format
 _USER = f"<{_BAR}User{_BAR}>"
@@ -60,7 +58,8 @@ def encode_chat(
     """
     raise_config_problems(
         "chat prompt",
-        _message_problems(messages, add_generation_prompt=add_generation_prompt),
+        message_problems(messages)
+        + _order_problems(messages, add_generation_prompt=add_generation_prompt),
     )
     marks = _Marks.of(tokenizer)
     system = messages[0].content if messages[0].role == "system" else ""
@@ -111,12 +110,7 @@ class _Marks:
             "tokenizer.ggml.eos_token_id": tokenizer.eos_id,
         }
         found |= {text: tokenizer.id_of(text) for text in (_USER, _ASSISTANT, _THINK, _END_THINK)}
-        missing = [name for name, token_id in found.items() if token_id is None]
-        if missing:
-            raise TokenizerError(
-                f"this vocabulary cannot write a DeepSeek-V4 chat: it lacks {', '.join(missing)}"
-            )
-        return cls(*(token_id for token_id in found.values() if token_id is not None))
+        return cls(*require_marks(found, model="DeepSeek-V4"))
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -134,27 +128,18 @@ def _merge_users(messages: Iterable[Message]) -> list[Message]:
     return turns
 
 
-def _message_problems(messages: Sequence[Message], *, add_generation_prompt: bool) -> list[str]:
-    """Return what the format cannot express."""
-    if not messages:
-        return ["there are no messages"]
+def _order_problems(messages: Sequence[Message], *, add_generation_prompt: bool) -> list[str]:
+    """Return in what order of roles the format cannot express."""
     problems = []
     previous = None
     for i, message in enumerate(messages):
         role = message.role
-        if role not in ROLES:
-            problems.append(
-                f"message {i} has role {role!r}; tools are not supported, roles are "
-                f"{', '.join(ROLES)}"
-            )
         if role == "system" and i > 0:
             problems.append(f"message {i} is a system message, only the first one may be")
         if role == "assistant" and previous != "user":
             problems.append(f"message {i} is the assistant's but answers no user's message")
-        if role != "assistant" and message.reasoning is not None:
-            problems.append(f"message {i} has reasoning, which only the assistant has")
         previous = role
-    if add_generation_prompt and previous != "user":
+    if messages and add_generation_prompt and previous != "user":
         problems.append(
             "the last message is not a user's, there is nothing to answer; add one or set "
             "add_generation_prompt to False"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tieredmoe.adapters.deepseek_v4.norm import rms_norm
-from tieredmoe.adapters.deepseek_v4.state import CompressorState, Rows
+from tieredmoe.adapters.deepseek_v4.state import CompressorState
+from tieredmoe.adapters.norm import rms_norm
+from tieredmoe.adapters.rows import Rows
 
 if TYPE_CHECKING:
     from tieredmoe.adapters.deepseek_v4.rope import Rope
@@ -51,7 +52,7 @@ class Compressor:
         bias = self._bias
         n_last = self.ratio if bias.shape[1] > self._dim else 0
         return CompressorState(
-            rows=Rows.empty(self._dim, limit=n_context // self.ratio, device=bias.device),
+            rows=Rows.empty(self._dim, n_context=n_context, ratio=self.ratio, device=bias.device),
             values=bias.new_empty((0, bias.shape[1])),
             gates=bias.new_empty((0, bias.shape[1])),
             last_values=bias.new_zeros((n_last, self._dim)),

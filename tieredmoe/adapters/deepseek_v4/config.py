@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Self
 
 import attrs
 
+from tieredmoe.adapters.metadata_ranges import (
+    FLOAT_MAX,
+    SIZE_MAX,
+    constant_fault,
+    number_problems,
+    size_fault,
+)
 from tieredmoe.errors import MetadataError
 from tieredmoe.gguf.metadata import MetadataReader
 
@@ -34,14 +41,8 @@ _SQRT_SOFTPLUS = 4
 _NO_CLAMP = 1e-6
 """A clamp at or below this is llama.cpp's way of writing that there is none."""
 
-_SIZE_MAX = 2**31 - 1
-"""A larger integer is no size of a model."""
-
 _SINKHORN_MAX = 1000
 """Twenty are published; no tensor bounds the number, and a step runs them for each sub-block."""
-
-_FLOAT_MIN, _FLOAT_MAX = 1e-30, 1e30
-"""Constants beyond these become zero or infinite in float32 arithmetic."""
 
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -277,7 +278,8 @@ def _unsupported(reader: MetadataReader) -> Iterator[str]:
 def _contradictions(config: DeepSeekV4Config) -> Iterator[str]:
     """What cannot be true at once."""
     attention, rope, experts = config.attention, config.rope, config.experts
-    unusable = list(_unusable_numbers(config))
+    parts = (config, attention, rope, experts, config.streams)
+    unusable = list(number_problems(parts, _KEYS, _fault, architecture=ARCHITECTURE))
     yield from unusable
     if unusable:
         return
@@ -297,24 +299,12 @@ def _contradictions(config: DeepSeekV4Config) -> Iterator[str]:
         yield f"{experts.n_hash_layers} hash-routed layers of {config.n_layers}"
 
 
-def _unusable_numbers(config: DeepSeekV4Config) -> Iterator[str]:
-    """Numbers that no model has: nothing is built or computed from them."""
-    for part in (config, config.attention, config.rope, config.experts, config.streams):
-        for field in attrs.fields(type(part)):
-            value = getattr(part, field.name)
-            if isinstance(value, int | float):
-                fault = _fault(field.name, value)
-                if fault is not None:
-                    yield f"{ARCHITECTURE}.{_KEYS[field.name]} is {value}, not {fault}"
-
-
 def _fault(name: str, value: float) -> str | None:
     """What the number of the field ``name`` should be and is not, None for nothing."""
     if isinstance(value, int):
-        most = _SINKHORN_MAX if name == "sinkhorn_iterations" else _SIZE_MAX
         if name == "n_hash_layers":
-            return None if 0 <= value <= most else f"0 to {most}"
-        return None if 0 < value <= most else f"positive and at most {most}"
+            return size_fault(value, least=0)
+        return size_fault(value, most=_SINKHORN_MAX if name == "sinkhorn_iterations" else SIZE_MAX)
     if name in ("theta", "compress_theta"):
-        return None if 1 < value <= _FLOAT_MAX else f"more than 1 and at most {_FLOAT_MAX}"
-    return None if _FLOAT_MIN <= value <= _FLOAT_MAX else f"{_FLOAT_MIN} to {_FLOAT_MAX}"
+        return None if 1 < value <= FLOAT_MAX else f"more than 1 and at most {FLOAT_MAX}"
+    return constant_fault(value)

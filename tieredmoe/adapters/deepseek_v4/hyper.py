@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tieredmoe.adapters.deepseek_v4.norm import rms
+from tieredmoe.adapters.norm import rms
 
 if TYPE_CHECKING:
     from tieredmoe.adapters.deepseek_v4.config import StreamConfig

@@ -13,13 +13,14 @@ from tieredmoe.adapters.deepseek_v4.config import ARCHITECTURE, CSA, SLIDING, De
 from tieredmoe.adapters.deepseek_v4.hyper import HyperConnection, StreamHead
 from tieredmoe.adapters.deepseek_v4.indexer import Indexer
 from tieredmoe.adapters.deepseek_v4.model import DeepSeekV4Model, Head, Layer
-from tieredmoe.adapters.deepseek_v4.moe import ExpertLayer, HashRouter, ScoreRouter, SharedExpert
-from tieredmoe.adapters.deepseek_v4.norm import rms_norm
+from tieredmoe.adapters.deepseek_v4.moe import ExpertLayer, HashRouter, ScoreRouter
 from tieredmoe.adapters.deepseek_v4.past import HeavilyCompressedPast, SparsePast
 from tieredmoe.adapters.deepseek_v4.rope import Rope
 from tieredmoe.adapters.deepseek_v4.tensors import dense_shapes, expert_shapes, table_shapes
 from tieredmoe.adapters.dense_tensors import DenseTensors
-from tieredmoe.errors import MetadataError
+from tieredmoe.adapters.gated_mlp import GatedMLP
+from tieredmoe.adapters.norm import rms_norm
+from tieredmoe.errors import ConfigError, MetadataError
 from tieredmoe.moe.reference import clamped_swiglu
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from tieredmoe.adapters.deepseek_v4.moe import Router
     from tieredmoe.adapters.deepseek_v4.past import Past
     from tieredmoe.adapters.protocol import Progress
-    from tieredmoe.adapters.tokenizer import Tokenizer
+    from tieredmoe.adapters.tokenizer import StreamDecoder, Tokenizer
     from tieredmoe.gguf.tensors import TensorSource
 
 
@@ -64,10 +65,29 @@ class DeepSeekV4Adapter:
         )
 
     def encode_chat(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool = False
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        thinking: bool = False,
+        effort: str | None = None,
     ) -> list[int]:
         """The ids of a conversation up to the answer; raises what ``chat.encode_chat`` raises."""
+        if effort is not None:
+            raise ConfigError(
+                f"chat prompt: effort is {effort!r}, and DeepSeek-V4's prompt has no place for it; "
+                "leave it out"
+            )
         return encode_chat(tokenizer, messages, thinking=thinking)
+
+    def answer_decoder(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        thinking: bool = False,  # noqa: ARG002 (another format needs it)
+    ) -> StreamDecoder:
+        """Text as the tokenizer has it: ``</think>``, if the model says it, is a token of text."""
+        return tokenizer.stream_decoder()
 
 
 def _dense_tensors(
@@ -176,7 +196,7 @@ class _Builder:
 
     def _experts(self, prefix: str, layer: int) -> ExpertLayer:
         matrix, sizes = self._tensors.matrix, self._config.experts
-        shared = SharedExpert(
+        shared = GatedMLP(
             matrix(f"{prefix}.ffn_gate_shexp.weight"),
             matrix(f"{prefix}.ffn_up_shexp.weight"),
             matrix(f"{prefix}.ffn_down_shexp.weight"),

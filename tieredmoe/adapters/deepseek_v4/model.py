@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from tieredmoe.adapters.deepseek_v4.state import DecodeState
-from tieredmoe.errors import ConfigError, TokenizerError
+from tieredmoe.adapters.decode_state import DecodeState
+from tieredmoe.adapters.tokens import require_step_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tieredmoe.adapters.deepseek_v4.attention import Attention
     from tieredmoe.adapters.deepseek_v4.config import DeepSeekV4Config
     from tieredmoe.adapters.deepseek_v4.hyper import HyperConnection, StreamHead
     from tieredmoe.adapters.deepseek_v4.moe import ExpertLayer
+    from tieredmoe.adapters.deepseek_v4.state import LayerState
+    from tieredmoe.adapters.norm import Norm
     from tieredmoe.adapters.protocol import ExpertProvider, LogitRows
     from tieredmoe.moe.linear import PackedLinear
-
-    Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 @attrs.frozen(eq=False)
@@ -74,22 +74,21 @@ class DeepSeekV4Model:
         """Sizes and constants."""
         return self._config
 
-    def new_state(self, n_context: int) -> DecodeState:
+    def new_state(self, n_context: int) -> DecodeState[LayerState]:
         """The state of an empty sequence that may grow to ``n_context`` tokens.
 
         Raises ``ConfigError`` for a length that is not positive or beyond the model's context.
         """
-        longest = self._config.context_length
-        if not 1 <= n_context <= longest:
-            raise ConfigError(f"a context of {n_context} tokens is not within 1 and {longest}")
         return DecodeState(
-            [layer.attention.new_state(n_context) for layer in self._layers], n_context=n_context
+            [layer.attention.new_state(n_context) for layer in self._layers],
+            n_context=n_context,
+            n_context_max=self._config.context_length,
         )
 
     async def forward(
         self,
         tokens: torch.Tensor,
-        state: DecodeState,
+        state: DecodeState[LayerState],
         experts: ExpertProvider,
         *,
         logits: LogitRows,
@@ -102,7 +101,7 @@ class DeepSeekV4Model:
         and what the provider raises.
         """
         n_new, start = tokens.shape[0], state.n_tokens
-        self._check(tokens)
+        require_step_tokens(tokens, self._config.vocab_size)
         state.check_room(n_new)
         tokens = tokens.to(self._device)
         positions = torch.arange(start, start + n_new, device=self._device)
@@ -131,15 +130,6 @@ class DeepSeekV4Model:
             rows = self._head(streams if logits == "all" else streams[-1:])
         state.commit(after, start=start, n_new=n_new)
         return rows
-
-    def _check(self, tokens: torch.Tensor) -> None:
-        assert tokens.dim() == 1, "tokens are ids of one sequence, int64 [T]"
-        assert tokens.shape[0] > 0, "a step needs a token"
-        lowest, highest = tokens.min().item(), tokens.max().item()
-        n_vocab = self._config.vocab_size
-        if lowest < 0 or highest >= n_vocab:
-            odd = lowest if lowest < 0 else highest
-            raise TokenizerError(f"token id {odd} is outside the model's vocabulary of {n_vocab}")
 
     def __repr__(self) -> str:
         return f"<DeepSeekV4Model {len(self._layers)} layers on {self._device}>"

@@ -1,64 +1,15 @@
-"""What a sequence leaves behind: attention windows, compressed rows, half-filled windows.
-
-A step never changes a state; it makes the next one from it and commits it when all layers are done.
-A step that fails or is cancelled half-way has therefore done nothing, and may be tried again. What
-would be too large to copy, the compressed rows, is append-only: a step writes behind the committed
-rows, and the next attempt overwrites what an abandoned one wrote.
-
-Rejected: caches updated in place (a load error in layer 20 would leave layers 0 to 19 one token
-ahead), and allocating for the whole context at once (2^20 tokens are 14 GB in float32).
-"""
+"""What a layer leaves behind: its attention window, compressed rows, half-filled windows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import attrs
-import torch
-
-from tieredmoe.errors import PromptTooLongError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import torch
 
-_LEAST_ROWS = 64
-"""What the first growth of a row buffer makes room for."""
-
-
-class Rows:
-    """Append-only rows, float32 [n, width], at most ``limit``; appending makes a new object.
-
-    All objects of one line share a buffer that doubles when it is full. Appending to an object that
-    is not the last of its line overwrites what the later ones held: keep one line per sequence.
-    """
-
-    __slots__ = ("_buffer", "limit", "n")
-
-    def __init__(self, buffer: torch.Tensor, n: int, *, limit: int) -> None:
-        self._buffer = buffer
-        self.n = n
-        self.limit = limit
-
-    @classmethod
-    def empty(cls, width: int, *, limit: int, device: torch.device) -> Rows:
-        """No rows yet, and no memory taken."""
-        return cls(torch.empty((0, width), device=device), 0, limit=limit)
-
-    def append(self, rows: torch.Tensor) -> Rows:
-        """These rows with ``rows`` [m, width] behind them; costs O(m) but for rare doublings."""
-        n = self.n + rows.shape[0]
-        assert n <= self.limit, (n, self.limit)
-        buffer = self._buffer
-        if n > buffer.shape[0]:
-            n_room = min(self.limit, max(n, 2 * buffer.shape[0], _LEAST_ROWS))
-            buffer = torch.empty((n_room, rows.shape[1]), device=rows.device)
-            buffer[: self.n] = self._buffer[: self.n]
-        buffer[self.n : n] = rows
-        return Rows(buffer, n, limit=self.limit)
-
-    def first(self, n: int) -> torch.Tensor:
-        """The first ``n`` rows, a view [n, width]."""
-        return self._buffer[:n]
+    from tieredmoe.adapters.rows import Rows
 
 
 @attrs.frozen(eq=False)
@@ -76,6 +27,16 @@ class CompressorState:
     last_values: torch.Tensor
     last_gates: torch.Tensor
 
+    def copy(self, *, n_context: int) -> CompressorState:
+        """The same in memory of its own, for a sequence of at most ``n_context`` tokens."""
+        return CompressorState(
+            rows=self.rows.copy(n_context=n_context),
+            values=self.values.clone(),
+            gates=self.gates.clone(),
+            last_values=self.last_values.clone(),
+            last_gates=self.last_gates.clone(),
+        )
+
 
 @attrs.frozen(eq=False)
 class LayerState:
@@ -88,40 +49,7 @@ class LayerState:
     window: torch.Tensor
     compressed: tuple[CompressorState, ...]
 
-
-class DecodeState:
-    """One sequence in one model. Made by ``Model.new_state``; only that model understands it."""
-
-    def __init__(self, layers: Sequence[LayerState], *, n_context: int) -> None:
-        self._layers = tuple(layers)
-        self._n_tokens = 0
-        self._n_context = n_context
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all committed steps."""
-        return self._n_tokens
-
-    @property
-    def n_context(self) -> int:
-        """Tokens it may hold at most."""
-        return self._n_context
-
-    @property
-    def layers(self) -> tuple[LayerState, ...]:
-        """The layers' states after the committed steps."""
-        return self._layers
-
-    def check_room(self, n_new: int) -> None:
-        """Raise ``PromptTooLongError`` if ``n_new`` more tokens do not fit."""
-        if self._n_tokens + n_new > self._n_context:
-            raise PromptTooLongError(n_prompt=self._n_tokens + n_new, n_context=self._n_context)
-
-    def commit(self, layers: Sequence[LayerState], *, start: int, n_new: int) -> None:
-        """Make ``layers`` the state after a step that added ``n_new`` tokens at ``start``."""
-        assert start == self._n_tokens, "two steps ran on one state at the same time"
-        self._layers = tuple(layers)
-        self._n_tokens += n_new
-
-    def __repr__(self) -> str:
-        return f"<DecodeState {self._n_tokens}/{self._n_context} tokens>"
+    def copy(self, *, n_context: int) -> LayerState:
+        """The same in memory of its own, for a sequence of at most ``n_context`` tokens."""
+        compressed = tuple(state.copy(n_context=n_context) for state in self.compressed)
+        return LayerState(self.window.clone(), compressed)

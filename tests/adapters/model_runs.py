@@ -41,16 +41,24 @@ class Recorder:
 
 def load(path):
     """The model in a GGUF and its experts."""
-    inventory = open_inventory(path)
-    model = adapter_for(inventory.metadata).load(inventory, device=CPU)
-    return model, DenseExperts.load(inventory)
+    return load_source(open_inventory(path))
+
+
+def load_source(source, adapter=None):
+    """The same from any source, by the adapter of its architecture if none is given."""
+    adapter = adapter or adapter_for(source.metadata)
+    return adapter.load(source, device=CPU), DenseExperts.load(source)
 
 
 def run(model, experts, tokens, lengths=None):
     """The logits of ``tokens`` fed in chunks of ``lengths`` (at once if None)."""
+    return go_on(model, experts, tokens, model.new_state(len(tokens)), lengths)
+
+
+def go_on(model, experts, tokens, state, lengths=None):
+    """The same, from ``state`` on."""
 
     async def main():
-        state = model.new_state(len(tokens))
         chunks = tokens.split(lengths or [len(tokens)])
         return torch.cat([await model.forward(c, state, experts, logits="all") for c in chunks])
 
