@@ -111,7 +111,25 @@ def test_a_path_that_is_no_pack_is_one_line(capsys, tmp_path):
         assert "is not a pack" in fails(capsys, command, tmp_path)
 
 
-def test_the_command_as_a_process_ends_in_one_line_and_1(source, tmp_path):
+def test_info_describes_a_gguf_that_is_run_in_place(source):
+    result = run("info", source)
+    assert result.exit_code == 0
+    for fact in (
+        "deepseek4",
+        "1 layers of 2 experts, top-1",
+        "3.1 kB in 1 file(s), run in place",
+        "24,576 bytes hold what is read",
+        "gate F32, up F32, down F32",
+        "none; a pack has them",
+    ):
+        assert fact in result.output
+
+
+def test_verify_of_a_gguf_says_what_it_verifies(capsys, source):
+    assert "is a file, not a pack; make one" in fails(capsys, "verify", source)
+
+
+def test_the_command_as_a_process_ends_in_one_line_and_1(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", "from tieredmoe.cli import main; main()", "pack", "info", tmp_path],
         capture_output=True,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from tieredmoe.cli.bench import app as bench_app
+from tieredmoe.cli.doctor import doctor
 from tieredmoe.cli.pack import app as pack_app
 from tieredmoe.errors import TieredMoEError
 
@@ -23,12 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(pack_app, name="pack")
-
-
-@app.callback()
-def _root() -> None:
-    # A callback keeps `pack` a sub-command while it is the only one.
-    return
+app.add_typer(bench_app, name="bench")
+app.command()(doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

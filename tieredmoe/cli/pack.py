@@ -1,4 +1,4 @@
-"""``tieredmoe pack``: make, describe and verify expert packs."""
+"""``tieredmoe pack``: make and verify expert packs, describe any model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,31 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tieredmoe.pack import PackProgress, create_pack, open_pack, verify_pack
+from tieredmoe.pack import (
+    ForeignPack,
+    Pack,
+    PackProgress,
+    VirtualPack,
+    create_pack,
+    has_drives,
+    open_checkpoint,
+    verify_drives,
+    verify_foreign_pack,
+    verify_pack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tieredmoe.spec import ExpertLayout, MoESpec
 
-app = typer.Typer(help="Make, describe and verify expert packs.", no_args_is_help=True)
+app = typer.Typer(help="Make and verify expert packs, describe any model.", no_args_is_help=True)
+
 
 PackPath = Annotated[Path, typer.Argument(help="A pack's directory.")]
+ModelPath = Annotated[
+    Path, typer.Argument(help="A pack's directory, or a GGUF: a file, a shard, their folder.")
+]
 
 
 @app.command()
@@ -54,38 +69,49 @@ def create(
 
 
 @app.command()
-def info(path: PackPath) -> None:
-    """Say what a pack holds: model, layers, types, sizes, source."""
-    pack = open_pack(path)
-    layout, spec = pack.manifest.layout, pack.spec
-    experts_nbytes = sum(file.nbytes for file in layout.expert_files)
+def info(path: ModelPath) -> None:
+    """Say what a model on disk holds: layers, types, sizes, where its experts are read."""
+    model = open_checkpoint(path)
+    spec = model.spec
     payload_nbytes = sum(spec.n_experts * each.payload_nbytes for each in spec.layouts.values())
-    dense_nbytes = sum(shard.dense_file.nbytes for shard in layout.shards)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("model", spec.architecture)
     table.add_row(
         "routed", f"{len(spec.layers)} layers of {spec.n_experts} experts, top-{spec.top_k}"
     )
-    table.add_row(
-        "experts",
-        f"{decimal(experts_nbytes)} in {len(layout.expert_files)} file(s), "
-        f"{1 - payload_nbytes / experts_nbytes:.1%} of it padding",
-    )
+    about: Iterator[tuple[str, str]] = iter(())
+    if isinstance(model, Pack):
+        table.add_row("experts", _packed_experts(model, payload_nbytes))
+        about = _about_pack(model)
+    else:
+        table.add_row(
+            "experts", f"{decimal(payload_nbytes)} in {len(model.data_files)} file(s), run in place"
+        )
+        if isinstance(model, VirtualPack):
+            about = _about_gguf(model, payload_nbytes)
+        elif isinstance(model, ForeignPack):
+            about = _about_foreign(model)
     table.add_row("slot", f"{spec.slot_nbytes:,} bytes hold any expert")
+    if model.slot_nbytes != spec.slot_nbytes:
+        table.add_row("reads", f"{model.slot_nbytes:,} bytes hold what is read for any expert")
     for layers, types in _types(spec):
         table.add_row(f"layers {layers}", types)
-    table.add_row("dense", f"{decimal(dense_nbytes)}, {len(pack.tensors)} tensors in the model")
-    table.add_row("source", f"{decimal(layout.source_nbytes)} in {len(layout.shards)} file(s)")
-    table.add_row("source digest", pack.manifest.source_digest.hex())
-    table.add_row("config digest", pack.manifest.config_digest.hex())
+    for row in about:
+        table.add_row(*row)
     Console(soft_wrap=True).print(table)
 
 
 @app.command()
 def verify(path: PackPath) -> None:
     """Compare every byte of a pack with its digest, and name whatever is damaged."""
+    model = open_checkpoint(path) if path.is_file() else None
     with _progress_bar() as progress:
-        report = asyncio.run(verify_pack(path, progress=progress))
+        if isinstance(model, ForeignPack):
+            report = asyncio.run(verify_foreign_pack(model, progress=progress))
+        elif has_drives(path):
+            report = asyncio.run(verify_drives(path, progress=progress))
+        else:
+            report = asyncio.run(verify_pack(path, progress=progress))
     for damage in report.damage:
         typer.echo(str(damage))
     if report.damage:
@@ -113,6 +139,35 @@ def _progress_bar() -> Iterator[Callable[[PackProgress], None]]:
             bars.update(tasks[progress.phase], completed=progress.done_nbytes)
 
         yield show
+
+
+def _packed_experts(pack: Pack, payload_nbytes: int) -> str:
+    files = pack.manifest.layout.expert_files
+    nbytes = sum(file.nbytes for file in files)
+    padding = 1 - payload_nbytes / nbytes
+    return f"{decimal(nbytes)} in {len(files)} file(s), {padding:.1%} of it padding"
+
+
+def _about_pack(pack: Pack) -> Iterator[tuple[str, str]]:
+    layout = pack.manifest.layout
+    dense_nbytes = sum(shard.dense_file.nbytes for shard in layout.shards)
+    yield "dense", f"{decimal(dense_nbytes)}, {len(pack.tensors)} tensors in the model"
+    yield "source", f"{decimal(layout.source_nbytes)} in {len(layout.shards)} file(s)"
+    yield "source digest", pack.manifest.source_digest.hex()
+    yield "config digest", pack.manifest.config_digest.hex()
+
+
+def _about_gguf(model: VirtualPack, payload_nbytes: int) -> Iterator[tuple[str, str]]:
+    nbytes = sum(shard.file_nbytes for shard in model.inventory.shards)
+    dense = decimal(nbytes - payload_nbytes)
+    yield "dense", f"{dense}, {len(model.tensors)} tensors in the model"
+    yield "digests", "none; a pack has them (`tieredmoe pack create`)"
+
+
+def _about_foreign(model: ForeignPack) -> Iterator[tuple[str, str]]:
+    yield "format", model.format
+    yield "dense", f"in {model.source.path}, {len(model.tensors)} tensors in the model"
+    yield "digests", "SHA-256 per matrix" if model.has_digests else "none"
 
 
 def _types(spec: MoESpec) -> Iterator[tuple[str, str]]:
