@@ -13,8 +13,9 @@ direct backends read a record also as four parallel parts, shown as `uring ÷4`.
 `buffered` and `mmap` (pages of a mapping faulted in by as many threads as records in flight) start
 with an empty page cache. A run that the page cache could have served, or that a direct way left in
 it, is refused. Rates are of the steady state, as fio's after its ramp: from the landing of as many
-records as are in flight to the landing of the last but as many. Processor time is that of this process, or fio's own. Writes a scratch file of
-random bytes into DIR, which should be on the disk of interest, and deletes it.
+records as are in flight to the landing of the last but as many. Processor time is that of this
+process, or fio's own. Writes a scratch file of random bytes into DIR, which should be on the disk
+of interest, and deletes it.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from tieredmoe.pack import (
     VerifyThreads,
     open_checkpoint,
     open_repair,
+    spec_as_read,
 )
 from tieredmoe.pack.foreign import ForeignPack, open_foreign_repair
 from tieredmoe.policies import make_policy
@@ -76,8 +77,9 @@ def plan(
     """
     free = available_host_nbytes() if free_nbytes is None else free_nbytes
     read = read_nbytes or spec.slot_nbytes
-    slot = spec.slot_nbytes if config.stage_slots else read
-    staging_nbytes = config.stage_slots * read
+    stage_slots = config.stage_slots or 0
+    slot = spec.slot_nbytes if stage_slots else read
+    staging_nbytes = stage_slots * read
     try:
         n_slots = slots_for_budget(
             requested_nbytes=parse_size(config.vram, whole_nbytes=free),
@@ -90,9 +92,9 @@ def plan(
     except BudgetError as error:
         if not staging_nbytes:
             raise
-        staging = f"{config.stage_slots} staging slots take {format_size(staging_nbytes)} first"
+        staging = f"{stage_slots} staging slots take {format_size(staging_nbytes)} first"
         raise BudgetError(f"{error} ({staging})") from error
-    return Plan(n_slots, slot, config.stage_slots, read)
+    return Plan(n_slots, slot, stage_slots, read)
 
 
 async def open_hierarchy(
@@ -101,11 +103,12 @@ async def open_hierarchy(
     """A hierarchy over ``model``, ready to serve; the caller closes it (``async with``).
 
     ``model`` is a pack, a GGUF (a file, any shard, their directory: it is read where it is), or
-    either of them opened. Without staging slots on host memory, the roles of a GGUF's experts are
-    moved to their places within the slot that they were read into. Raises ``PackError``,
-    ``GGUFError``, ``MetadataError``, ``BudgetError``, ``DirectIOUnavailableError``, ``ReadError``,
-    and ``ConfigError`` where ``verify`` or ``repair_from`` ask for digests that the model does not
-    have; nothing stays open then. Cancelled, it closes what it has opened.
+    either of them opened. Without staging, roles stay where the reads of a GGUF's experts put them
+    (``Hierarchy.spec`` says where), or are moved within the slot if that differs from expert to
+    expert. Cancelled, it closes what it has opened. Raises ``PackError``, ``GGUFError``,
+    ``MetadataError``, ``BudgetError``, ``DirectIOUnavailableError``, ``BackendUnavailableError``,
+    ``ReadError``, and ``ConfigError`` where ``verify`` or ``repair_from`` ask for digests that the
+    model does not have; nothing stays open then.
     """
     config = config or HierarchyConfig()
     if isinstance(model, Path | str | GGUFInventory):
@@ -113,6 +116,12 @@ async def open_hierarchy(
     planned = plan(model.spec, config, read_nbytes=model.slot_nbytes)
     repair = await asyncio.to_thread(_checks, model, config)
     unchecked = config.verify == "off"
+    # What was read is arranged by the copy upwards, or not at all where it can be used as it lies,
+    # unless it has to be checked before.
+    later = unchecked and planned.stage_slots > 0
+    spec = model.spec
+    if unchecked and not planned.stage_slots:
+        spec = await asyncio.to_thread(spec_as_read, model) or spec
     open_files = partial(
         open_backend,
         config.backend,
@@ -127,9 +136,7 @@ async def open_hierarchy(
         backend = await model.open_backend(open_files)
     else:
         backend = open_files(model.data_files)
-    # A copy upwards arranges what was read, unless it has to be checked or used before.
-    arranged = not (unchecked and config.stage_slots)
-    source: Source = PackSource(model, backend, arranged=arranged)
+    source: Source = PackSource(model, backend, arranged=spec is model.spec and not later)
     try:
         if not unchecked:
             source = _verified(source, model, config, repair)
@@ -138,12 +145,12 @@ async def open_hierarchy(
     except BaseException:
         await source.close()
         raise
-    top = compose(source, model.spec, planned, pool, policy=config.policy)
+    top = compose(source, spec, planned, pool, policy=config.policy)
     # Arenas hold views of the pool: its memory goes when the last of them is closed.
     pool.close()
     return Hierarchy(
         top,
-        model.spec,
+        spec,
         waiting_max=config.waiting_max,
         stats_path=config.stats_path,
         stats_every=config.stats_every,

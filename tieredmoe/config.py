@@ -36,8 +36,9 @@ class HierarchyConfig:
     """Budget of the top tier. It gets ⌊min(vram, free - reserve) / slot⌋ slots."""
     reserve: int | str = "3GiB"
     """Free memory to leave alone."""
-    stage_slots: int = 8
-    """Slots of the staging tier between disk and top tier; 0 reads straight into the top tier."""
+    stage_slots: int | None = None
+    """Slots of the staging tier between disk and top tier; 0 reads straight into the top tier, as
+    does None where that is host memory."""
     policy: str = "lfu_lru"
     """Eviction policy of the top tier."""
     backend: str = "auto"
@@ -85,8 +86,10 @@ class HierarchyConfig:
                     parse_size(value, whole_nbytes=None if name == "window" else 2**40)
                 except ConfigError as error:
                     yield f"{name}: {error}"
-        if not _is_int(self.stage_slots) or not 0 <= self.stage_slots <= 1024:
-            yield f"stage_slots: {self.stage_slots!r} is not a number from 0 to 1024"
+        if self.stage_slots is not None and (
+            not _is_int(self.stage_slots) or not 0 <= self.stage_slots <= 1024
+        ):
+            yield f"stage_slots: {self.stage_slots!r} is neither None nor a number from 0 to 1024"
         if not _is_int(self.read_splits) or not 1 <= self.read_splits <= READ_SPLITS_MAX:
             splits = f"a number from 1 to {READ_SPLITS_MAX}"
             yield f"read_splits: {self.read_splits!r} is not {splits}"

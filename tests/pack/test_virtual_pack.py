@@ -21,7 +21,7 @@ from tieredmoe import (
     open_pack,
 )
 from tieredmoe.backends.memory import MemoryBackend
-from tieredmoe.pack import Extent, PackSource, open_virtual_pack
+from tieredmoe.pack import Extent, PackSource, open_virtual_pack, spec_as_read
 from tieredmoe.policies import make_policy
 from tieredmoe.spec import PAGE_NBYTES, ExpertKey
 from tieredmoe.testing import FaultySource, host_arena
@@ -36,13 +36,14 @@ def record_of(pack, key):
 
 
 async def all_records(hierarchy):
-    """Every expert's payload, one by one."""
+    """Every expert's roles end to end, one by one."""
     records = {}
     for key in hierarchy.spec.keys():
         async with hierarchy.acquire(key.layer, [key.expert]) as lease:
             await lease.ready()
-            nbytes = hierarchy.spec.layouts[key.layer].payload_nbytes
-            records[key] = bytes(lease.slots[key.expert].view[:nbytes])
+            view = lease.slots[key.expert].view
+            roles = hierarchy.spec.layouts[key.layer].roles
+            records[key] = b"".join(view[r.offset : r.offset + r.nbytes] for r in roles)
     return records
 
 
@@ -59,6 +60,7 @@ def served(model, **settings):
     return asyncio.run(main())
 
 
+WHOLE_PAGES = (dict.fromkeys(UNIFORM, Q.F32), dict.fromkeys(UNIFORM, Q.F16))
 MODELS = {
     "one file": {},
     "two shards": {"n_shards": 2},
@@ -67,6 +69,7 @@ MODELS = {
     "alignment 8": {"alignment": 8, "n_shards": 3},
     "alignment 64": {"alignment": 64, "n_shards": 4, "types": (UNIFORM, MIXED[1])},
     "alignment 4096": {"alignment": 4096, "n_shards": 5},
+    "whole pages": {"types": WHOLE_PAGES, "n_shards": 3},
     "bytes at the end": {"trailing": b"x" * 5000, "n_shards": 6},
 }
 
@@ -79,6 +82,34 @@ def test_every_expert_is_byte_for_byte_the_packed_one(tmp_path, options, stage_s
     pack = open_pack(tmp_path / "pack")
     got, _ = served(model.paths[-1], stage_slots=stage_slots)
     assert got == {key: record_of(pack, key) for key in pack.spec.keys()}
+
+
+def test_slabs_of_whole_pages_are_used_where_they_were_read_to(tmp_path, monkeypatch):
+    model = make_small_moe(tmp_path / "m.gguf", types=WHOLE_PAGES, n_shards=3)
+    virtual = open_virtual_pack(model.paths[0])
+    expected, _ = served(model.paths[0], stage_slots=1)
+
+    def moved(*_):
+        raise AssertionError("a record was moved")
+
+    monkeypatch.setattr("tieredmoe.pack.source.arrange", moved)
+    assert served(model.paths[0])[0] == expected
+    as_read = spec_as_read(virtual)
+    for layer, layout in as_read.layouts.items():
+        parts = virtual.extents(ExpertKey(layer, 3)).parts
+        assert [role.offset for role in layout.roles] == [part.source_offset for part in parts]
+    assert as_read.slot_nbytes == virtual.slot_nbytes > virtual.spec.slot_nbytes
+
+
+def test_slabs_that_lie_differently_have_no_layout_as_read(tmp_path):
+    model = make_small_moe(tmp_path / "m.gguf", types=MIXED)
+    assert spec_as_read(open_virtual_pack(model.paths[0])) is None
+
+
+def test_a_pack_is_read_as_it_is_laid_out(tmp_path):
+    convert(make_small_moe(tmp_path / "m.gguf", types=MIXED), tmp_path / "pack")
+    pack = open_pack(tmp_path / "pack")
+    assert spec_as_read(pack) == pack.spec
 
 
 @pytest.mark.parametrize("backend", ["threads", "buffered"])

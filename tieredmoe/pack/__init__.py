@@ -11,7 +11,14 @@ from tieredmoe.pack.mirror import mirror_pack
 from tieredmoe.pack.opening import open_checkpoint
 from tieredmoe.pack.progress import PackProgress
 from tieredmoe.pack.reader import Pack, open_pack
-from tieredmoe.pack.records import Checkpoint, Digested, Envelope, Extents, Records
+from tieredmoe.pack.records import (
+    Checkpoint,
+    Digested,
+    Envelope,
+    Extents,
+    Records,
+    spec_as_read,
+)
 from tieredmoe.pack.repair import GGUFRepair, open_repair
 from tieredmoe.pack.source import PackSource
 from tieredmoe.pack.split import split_pack
@@ -52,6 +59,7 @@ __all__ = [
     "open_pack",
     "open_repair",
     "open_virtual_pack",
+    "spec_as_read",
     "split_pack",
     "verify_drives",
     "verify_foreign_pack",

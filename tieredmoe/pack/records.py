@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+import attrs
+
 from tieredmoe.memory.protocol import Part
-from tieredmoe.spec import PAGE_NBYTES
+from tieredmoe.spec import PAGE_NBYTES, ExpertKey, ExpertLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from tieredmoe.gguf import Metadata, TensorInfo
     from tieredmoe.pack.layout import Extent
-    from tieredmoe.spec import ExpertKey, ExpertLayout, MoESpec
+    from tieredmoe.spec import MoESpec
 
 
 class Envelope(NamedTuple):
@@ -83,6 +85,32 @@ def in_envelopes(slabs: Iterable[Extent], layout: ExpertLayout) -> Extents:
         parts.append(Part(end + skew, role.offset, role.nbytes))
         end += nbytes
     return Extents(tuple(envelopes), tuple(parts))
+
+
+def spec_as_read(records: Records) -> MoESpec | None:
+    """The model as its reads leave it in a slot; None unless all experts of a layer lie alike.
+
+    So a record can be used where it was read to, though its roles have gaps between them: slabs of
+    whole pages keep one skew. Looks at every expert.
+    """
+    layouts = {}
+    for layer, layout in records.spec.layouts.items():
+        extents = records.extents(ExpertKey(layer, 0))
+        others = (records.extents(ExpertKey(layer, e)) for e in range(1, records.spec.n_experts))
+        if any(other.parts != extents.parts for other in others):
+            return None
+        layouts[layer] = _layout_as_read(layout, extents)
+    return attrs.evolve(records.spec, layouts=layouts)
+
+
+def _layout_as_read(layout: ExpertLayout, extents: Extents) -> ExpertLayout:
+    roles = []
+    for role in layout.roles:
+        part = next(p for p in extents.parts if 0 <= role.offset - p.target_offset < p.nbytes)
+        moved = part.source_offset - part.target_offset
+        roles.append(attrs.evolve(role, offset=role.offset + moved))
+    end = max(role.offset + role.nbytes for role in roles)
+    return ExpertLayout(tuple(roles), payload_nbytes=end, stride=extents.nbytes)
 
 
 class Records(Protocol):

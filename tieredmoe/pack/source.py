@@ -26,7 +26,7 @@ class PackSource:
     A slot needs room for all reads of an expert. When its fill ends, the record lies in it in its
     uniform layout, moved there within the slot if the reads brought its roles elsewhere. With
     ``arranged=False`` it is left as the reads brought it, for a copy upwards to do that by
-    ``parts``: nobody may then use the slots of the tier above directly.
+    ``parts``, or for use where it is by the layouts of ``spec_as_read``.
 
     It owns ``backend``, which must have opened the files that ``extents`` counts, in that order.
     """
