@@ -61,10 +61,8 @@ def test_any_changed_byte_of_the_manifest_is_noticed(scratch, small_pack, data):
     index = data.draw(st.integers(0, len(whole) - 1))
     whole[index] ^= data.draw(st.integers(1, 255))
     (scratch / "manifest.json").write_bytes(whole)
-    with pytest.raises(
     noticed = r"manifest\.json: is (damaged or was edited|no tieredmoe-pack)"
     with pytest.raises(PackError, match=noticed):
-    ):
         open_pack(scratch)
 
 
