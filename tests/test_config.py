@@ -1,5 +1,6 @@
 """A configuration is right, or one error lists all that is wrong."""
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -90,10 +91,11 @@ def written_stats(path):
     async def main():
         hierarchy, _ = tiny_hierarchy(TinyPack(tiny_spec()), (2, 4))
         assert isinstance(hierarchy, Hierarchy)
-        hierarchy.stats().write(path)
+        stats = hierarchy.stats()
         await hierarchy.close()
+        return stats
 
-    sim_run(main(), collect_garbage=False)
+    asyncio.run(sim_run(main(), collect_garbage=False).write(path))
 
 
 def test_statistics_follow_a_link_and_leave_it(tmp_path):

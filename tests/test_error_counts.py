@@ -1,5 +1,6 @@
 """Errors are counted by kind in a snapshot, in differences of snapshots and on disk."""
 
+import asyncio
 import json
 
 from tieredmoe.errors import ExpertLoadError
@@ -48,7 +49,7 @@ def test_a_difference_of_snapshots_has_only_the_kinds_met_in_between():
 
 def test_a_snapshot_on_disk_has_the_kinds(tmp_path):
     last = snapshots()[-1]
-    last.write(tmp_path / "stats.json")
+    asyncio.run(last.write(tmp_path / "stats.json"))
     on_disk = json.loads((tmp_path / "stats.json").read_text())
     assert on_disk["read_errors"] == {"EIO": 2, "eof": 1}
     names = ("io_errors", "retries", "digest_mismatches", "repaired")

@@ -28,7 +28,7 @@ class SnapshotFile:
         self._every = every
         self._snapshot = snapshot
         self._loop = asyncio.get_running_loop()
-        self._writing: asyncio.Future[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     def tick(self, n_steps: int) -> None:
         """Start writing a snapshot if it is time and the last one has been written."""
@@ -45,14 +45,14 @@ class SnapshotFile:
             await asyncio.wait({self._writing})
         await asyncio.wait({self._start()})
 
-    def _start(self) -> asyncio.Future[None]:
+    def _start(self) -> asyncio.Task[None]:
         """Start writing a snapshot unless one is still being written; that write, or this."""
         if self._writing is None or self._writing.done():
-            self._writing = self._loop.run_in_executor(None, self._write, self._snapshot())
+            self._writing = self._loop.create_task(self._write(self._snapshot()))
         return self._writing
 
-    def _write(self, stats: Stats) -> None:
+    async def _write(self, stats: Stats) -> None:
         try:
-            stats.write(self.path)
+            await stats.write(self.path)
         except OSError as error:
             logger.warning("%s: statistics could not be written: %s", self.path, error)

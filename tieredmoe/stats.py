@@ -6,12 +6,16 @@ what leaves the library: frozen, comparable, and one JSON object on disk.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import aiofiles
 import attrs
+from aiofiles.os import replace
+from aiofiles.ospath import exists, isfile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,15 +139,18 @@ class Stats:
             "hit_rate": self.hit_rate,
         }
 
-    def write(self, path: Path) -> None:
+    async def write(self, path: Path) -> None:
         """Replace the file ``path`` by this snapshot at once; no reader sees half of one.
 
         A link is followed, and what is no regular file (a device, a pipe) is written to instead.
+        Raises ``OSError``. Cancelled, it leaves the old file or the new one.
         """
-        path = path.resolve()
-        if path.exists() and not path.is_file():
-            path.write_text(json.dumps(self.as_dict()) + "\n")
+        path = await asyncio.to_thread(path.resolve)
+        if await exists(path) and not await isfile(path):
+            async with aiofiles.open(path, "w") as file:
+                await file.write(json.dumps(self.as_dict()) + "\n")
             return
         partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        partial.replace(path)
+        async with aiofiles.open(partial, "w") as file:
+            await file.write(json.dumps(self.as_dict(), indent=1) + "\n")
+        await replace(partial, path)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 
 import pytest
 from stage import SPEC, Stage, full, play, queued, take
@@ -96,19 +95,19 @@ def test_the_close_writes_the_last_snapshot(tmp_path):
 
 def test_a_close_cancelled_while_it_writes_the_last_snapshot_has_written_it(tmp_path, monkeypatch):
     path = tmp_path / "stats.json"
-    writing, go = threading.Event(), threading.Event()
+    writing, go = asyncio.Event(), asyncio.Event()
     write = SnapshotFile._write
 
-    def slowly(self, stats):
+    async def slowly(self, stats):
         writing.set()
-        assert go.wait(30)
-        write(self, stats)
+        await go.wait()
+        await write(self, stats)
 
     async def main():
         monkeypatch.setattr(SnapshotFile, "_write", slowly)
         counting = Hierarchy(Stage((2,)).top, SPEC, stats_path=path)
         closing = asyncio.ensure_future(counting.close())
-        assert await asyncio.to_thread(writing.wait, 30)
+        await writing.wait()
         closing.cancel()
         await asyncio.sleep(0)
         assert not closing.done()
