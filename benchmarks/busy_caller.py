@@ -1,9 +1,10 @@
 """The read rate of a threaded hierarchy while its caller is busy.
 
-    python benchmarks/busy_caller.py [--dir DIR] [--nbytes 1.5e9] [--rounds 9] [--backend auto]
-        [--window MIB]
+    python benchmarks/busy_caller.py [--dir DIR] [--nbytes 3e9] [--rounds 9] [--backend auto]
+        [--window MIB] [--experts 16]
 
-Every expert is a miss. The caller keeps three working sets of 4 experts of 12 MiB on their way.
+Every expert is a miss. The caller keeps three working sets on their way, each of as many experts of
+12 MiB as a layer wants at once (``--experts``: 16 in Kimi-K3, 6 in DeepSeek-V4).
 What it does until the oldest has landed is the subject: await it (idle), block outside Python
 without the GIL (as when waiting for a device), spin in Python, the same with a shorter switch
 interval (`sys.setswitchinterval`, the application's to choose), or sit in C code that keeps the
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
     from tieredmoe.threaded_lease import ThreadedLease
 
 RECORD_NBYTES = 12 << 20
-SET_SIZE, DEPTH = 4, 3
-N_SLOTS = (DEPTH + 1) * SET_SIZE
+DEPTH = 3
 NAP_US = 10_000
 """How long one call outside Python lasts: a layer on a device takes about as long."""
 SWITCH_S = 5e-4
@@ -55,11 +55,13 @@ SWITCH_S = 5e-4
 class Scratch:
     """A file of records, one layer of them, none of which means anything."""
 
-    def __init__(self, path: Path, *, nbytes: int, backend: str, window_nbytes: int | None) -> None:
-        n_experts = nbytes // RECORD_NBYTES // SET_SIZE * SET_SIZE
+    def __init__(
+        self, path: Path, *, nbytes: int, top_k: int, backend: str, window_nbytes: int | None
+    ) -> None:
+        n_experts = nbytes // RECORD_NBYTES // top_k * top_k
         role = (0, (RECORD_NBYTES // 12, 1), RECORD_NBYTES // 3)
         layout = ExpertLayout.build(dict.fromkeys(ROLES, role))
-        self.spec = MoESpec("scratch", n_experts, SET_SIZE, {0: layout})
+        self.spec = MoESpec("scratch", n_experts, top_k, {0: layout})
         self.path = path
         self.backend = backend
         self.window_nbytes = window_nbytes
@@ -76,25 +78,26 @@ class Scratch:
 
     async def hierarchy(self) -> Hierarchy:
         backend = open_backend(self.backend, [self.path], window_nbytes=self.window_nbytes)
-        pool = HostPool.allocate(N_SLOTS * RECORD_NBYTES)
-        region = pool.carve(N_SLOTS * RECORD_NBYTES)
+        top_k = self.spec.top_k
+        n_slots = (DEPTH + 1) * top_k
+        pool = HostPool.allocate(n_slots * RECORD_NBYTES)
+        region = pool.carve(n_slots * RECORD_NBYTES)
         pool.close()
         top = Tier(
             name="top",
             source=PackSource(self, backend),
-            arena=HostArena(region, n_slots=N_SLOTS, slot_nbytes=RECORD_NBYTES),
-            policy=make_policy("lru", n_slots=N_SLOTS, layers=(0,), top_k=SET_SIZE),
+            arena=HostArena(region, n_slots=n_slots, slot_nbytes=RECORD_NBYTES),
+            policy=make_policy("lru", n_slots=n_slots, layers=(0,), top_k=top_k),
         )
         return Hierarchy(top, self.spec)
 
     def working_sets(self) -> Iterator[range]:
-        return itertools.cycle(
-            range(i, i + SET_SIZE) for i in range(0, self.spec.n_experts, SET_SIZE)
-        )
+        top_k = self.spec.top_k
+        return itertools.cycle(range(i, i + top_k) for i in range(0, self.spec.n_experts, top_k))
 
 
 def landed(lease: ThreadedLease) -> bool:
-    return len(lease.slots) == SET_SIZE
+    return len(lease.slots) == len(lease.experts)
 
 
 def block_without_gil(lease: ThreadedLease) -> None:
@@ -156,7 +159,7 @@ def drive(
 def measure(hierarchy: ThreadedHierarchy, scratch: Scratch, rounds: int) -> dict[str, list[float]]:
     """GB/s of each kind of caller in each round, in rotating order."""
     sets = scratch.working_sets()
-    n_sets = scratch.spec.n_experts // SET_SIZE
+    n_sets = scratch.spec.n_experts // scratch.spec.top_k
     callers = {
         "idle (awaits)": lambda: asyncio.run(drive_idle(hierarchy, sets, n_sets)),
         "blocks without the GIL": lambda: drive(hierarchy, sets, n_sets, block_without_gil),
@@ -183,18 +186,20 @@ def measure(hierarchy: ThreadedHierarchy, scratch: Scratch, rounds: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=None, help="where the scratch file goes")
-    parser.add_argument("--nbytes", type=float, default=1.5e9, help="its size; read once per line")
+    parser.add_argument("--nbytes", type=float, default=3e9, help="its size; read once per line")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--backend", default="auto", help="auto, uring, threads or buffered")
     parser.add_argument(
         "--window", type=int, default=None, help="MiB in flight at most (default: the device's)"
     )
+    parser.add_argument("--experts", type=int, default=16, help="of a working set")
     args = parser.parse_args()
     print(describe_machine())
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         scratch = Scratch(
             Path(folder) / "experts.bin",
             nbytes=int(args.nbytes),
+            top_k=args.experts,
             backend=args.backend,
             window_nbytes=args.window and args.window << 20,
         )
@@ -202,7 +207,8 @@ def main() -> None:
             stats = hierarchy.stats()
             window = f"{args.window} MiB" if args.window else "the device's"
             print(
-                f"{folder}: backend {stats.backend}, direct I/O {stats.direct_io}, window {window}"
+                f"{folder}: {stats.backend}, direct I/O {stats.direct_io}, window {window}; "
+                f"{DEPTH} sets of {args.experts} experts on their way"
             )
             rates = measure(hierarchy, scratch, args.rounds)
     idle = rates["idle (awaits)"]
