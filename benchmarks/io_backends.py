@@ -4,18 +4,20 @@
         [--in-flight 4,8] [--rounds 9] [--ways fio,uring,threads,buffered,mmap] [--splits 1]
 
 Whole records at random places, so many in flight, into a pool of huge pages; a record is read once
-per run at most. Each round runs every way once, in rotating order, and ratios are taken within the
-round. fio reads blocks of the same size with as many in flight, io_uring, direct, its buffers on
-huge pages too: have enough of them (`sysctl vm.nr_hugepages=N`, and set it back), or say
-`--fio-memory malloc`, which gives a slower fio and flatters all others. With `--splits 1,4` the
+per run at most. Each round runs every way once, in an order shuffled anew, and ratios are taken
+within the round. Every run is preceded by the same rest: a drive that is limited in bytes per
+second lets whoever comes after a slow or a resting neighbour run ahead of its limit for a while.
+fio reads as many blocks of the same size, no block twice, with as many in flight, io_uring, direct,
+its buffers on huge pages too: have enough of them (`sysctl vm.nr_hugepages=N`, and set it back), or
+say `--fio-memory malloc`, which gives a slower fio and flatters all others. With `--splits 1,4` the
 direct backends read a record also as four parallel parts, shown as `uring ÷4`.
 
 `buffered` and `mmap` (pages of a mapping faulted in by as many threads as records in flight) start
 with an empty page cache. A run that the page cache could have served, or that a direct way left in
-it, is refused. Rates are of the steady state, as fio's after its ramp: from the landing of as many
-records as are in flight to the landing of the last but as many. Processor time is that of this
-process, or fio's own. Writes a scratch file of random bytes into DIR, which should be on the disk
-of interest, and deletes it.
+it, is refused. Rates are of the steady state, fio's by its log: from the landing of as many records
+as are in flight to the landing of the last but as many. Processor time is that of this process, or
+fio's own. Writes a scratch file of random bytes into DIR, which should be on the disk of interest,
+and deletes it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
 WAYS = ("fio", "uring", "threads", "buffered", "mmap")
 STAMP_NBYTES = 8
 CACHED_SHARE_MAX = 0.01
-FIO_RAMP_MS = 300
 
 
 class Run(NamedTuple):
@@ -187,7 +188,7 @@ def by_page_faults(scratch: Scratch, slots: Slots, n_reads: int) -> Run:
     return Run.steady(landed, len(slots.views), scratch.record_nbytes, cpu)
 
 
-def by_fio(scratch: Scratch, n_in_flight: int, seconds: float, memory: str) -> Run:
+def by_fio(scratch: Scratch, n_in_flight: int, n_reads: int, memory: str) -> Run:
     """What fio gets: the disk's limit at this block size and queue depth."""
     block = scratch.record_nbytes
     command = [
@@ -202,30 +203,29 @@ def by_fio(scratch: Scratch, n_in_flight: int, seconds: float, memory: str) -> R
         "--ioengine=io_uring",
         "--direct=1",
         f"--iomem={memory}",
-        "--norandommap",
         "--randrepeat=0",
-        "--time_based",
-        f"--ramp_time={FIO_RAMP_MS}ms",
-        f"--runtime={seconds * 1e3:.0f}ms",
+        f"--io_size={n_reads * block}",
+        f"--write_lat_log={scratch.path}",  # when each read landed, in milliseconds
         "--output-format=json",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"fio failed: {done.stderr.strip() or done.stdout.strip()}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    seconds = job["read"]["runtime"] / 1e3
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
-    return Run(job["read"]["io_bytes"], seconds, cpu)
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["read"]["runtime"] / 1e3
+    log = Path(f"{scratch.path}_clat.1.log").read_text().splitlines()
+    landed = [int(line.split(",")[0]) / 1e3 for line in log]
+    assert len(landed) == n_reads, "fio logged other reads than it was asked for"
+    return Run.steady(landed, n_in_flight, block, cpu)
 
 
 def ways_of(args: argparse.Namespace, scratch: Scratch, slots: Slots) -> dict[str, Callable]:
     """The runs to compare, by name."""
     n, n_in_flight = min(args.reads, scratch.n_records), len(slots.views)
-    seconds = n * scratch.record_nbytes / 2.5e9
     ways: dict[str, Callable[[], Run]] = {}
     for name in args.ways:
         if name == "fio":
-            ways[name] = lambda: by_fio(scratch, n_in_flight, seconds, args.fio_memory)
+            ways[name] = lambda: by_fio(scratch, n_in_flight, n, args.fio_memory)
         elif name == "mmap":
             ways[name] = lambda: by_page_faults(scratch, slots, n)
         else:
@@ -237,13 +237,18 @@ def ways_of(args: argparse.Namespace, scratch: Scratch, slots: Slots) -> dict[st
     return ways
 
 
-def measure(ways: dict[str, Callable], scratch: Scratch, rounds: int) -> dict[str, list[Run]]:
-    """Every way once per round, in rotating order, each from an empty page cache."""
+def measure(
+    ways: dict[str, Callable], scratch: Scratch, *, rounds: int, rest_s: float
+) -> dict[str, list[Run]]:
+    """Every way once per round, in shuffled order, each from an empty page cache."""
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     names = list(ways)
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+    order = random.Random(0)
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
             scratch.empty_cache()
+            time.sleep(rest_s)
             runs[name].append(ways[name]())
             if name not in {"buffered", "mmap"}:
                 scratch.refuse_cached(f"{name} went through the page cache")
@@ -308,6 +313,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--in-flight", type=numbers, default=[4, 8], help="records at once")
     parser.add_argument("--reads", type=int, default=120, help="records per run")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rest", type=float, default=1.0, help="seconds before every run")
     parser.add_argument("--ways", type=names, default=list(WAYS))
     parser.add_argument("--splits", type=numbers, default=[1], help="parts of a record at once")
     parser.add_argument("--fio-memory", default="mmaphuge", help="fio's iomem=")
@@ -332,7 +338,9 @@ def main() -> None:
                 f"{share} huge pages, fio on {args.fio_memory}"
             )
             try:
-                runs = measure(ways_of(args, scratch, slots), scratch, args.rounds)
+                runs = measure(
+                    ways_of(args, scratch, slots), scratch, rounds=args.rounds, rest_s=args.rest
+                )
             except (BackendUnavailableError, DirectIOUnavailableError) as error:
                 sys.exit(f"{error} (or leave it out of --ways)")
             print("\n".join(rows(runs)), flush=True)

@@ -119,9 +119,10 @@ async def open_hierarchy(
     # What was read is arranged by the copy upwards, or not at all where it can be used as it lies,
     # unless it has to be checked before.
     later = unchecked and planned.stage_slots > 0
-    spec = model.spec
+    as_read: MoESpec | None = None
     if unchecked and not planned.stage_slots:
-        spec = await asyncio.to_thread(spec_as_read, model) or spec
+        as_read = await asyncio.to_thread(spec_as_read, model)
+    spec = as_read or model.spec
     open_files = partial(
         open_backend,
         config.backend,
@@ -136,7 +137,7 @@ async def open_hierarchy(
         backend = await model.open_backend(open_files)
     else:
         backend = open_files(model.data_files)
-    source: Source = PackSource(model, backend, arranged=spec is model.spec and not later)
+    source: Source = PackSource(model, backend, arranged=as_read is None and not later)
     try:
         if not unchecked:
             source = _verified(source, model, config, repair)
