@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tieredmoe import HierarchyConfig
@@ -16,7 +17,7 @@ WRONG = {
     "vram": [True, 1.5, None, [], "lots", "24G", 0, -1, "120%"],
     "reserve": [False, 0.5, None, {}, "much"],
     "stage_slots": [True, -1, 1.5, "8", 10**6],
-    "policy": [[], {}, None, "clock"],
+    "policy": [[], {}, None, "clock", np.array(["lru", "lfu_lru"])],
     "backend": [[], 5, "mmap"],
     "allow_buffered": [1, None, "yes"],
     "strict": [0, None, "no"],
@@ -44,6 +45,12 @@ def test_all_problems_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
         HierarchyConfig(**{name: values[0] for name, values in WRONG.items()})
     assert all(f"{name}: " in str(caught.value) for name in WRONG)
+
+
+@pytest.mark.parametrize("name", ["stage_slots", "read_splits", "waiting_max", "trace_events"])
+def test_what_only_looks_like_an_int_is_told_so(name):
+    with pytest.raises(ConfigError, match=rf"{name}: .*int64\(5\) is n.* int from "):
+        HierarchyConfig(**{name: np.int64(5)})
 
 
 def test_strict_and_allow_buffered_contradict_each_other():
@@ -75,7 +82,7 @@ def test_a_window_is_a_size_or_left_to_the_drive(window, nbytes):
     assert HierarchyConfig(window=window).window_nbytes == nbytes
 
 
-@pytest.mark.parametrize("nothing", [0, "0"])
+@pytest.mark.parametrize("nothing", [0, "0", "0B", "0GiB", "0 %", "0.0MB"])
 def test_nothing_may_be_reserved(nothing):
     assert HierarchyConfig(reserve=nothing).reserve_nbytes(10**9) == 0
 

@@ -76,3 +76,20 @@ def test_threads_lose_no_event_and_snapshots_never_fail():
     assert [event.number for event in events] == list(range(4000))
     for layer in range(4):
         assert [e.experts[0] for e in events if e.layer == layer] == list(range(1000))
+
+
+def test_an_event_whose_writer_slept_for_a_whole_turn_of_the_ring_is_a_dropped_one():
+    asleep = []
+
+    def clock():
+        if not asleep:
+            asleep.append(True)
+            for expert in range(1, 4):  # what other threads record meanwhile
+                ring.note(EventKind.LANDED, "top", ExpertKey(1, expert))
+        return 0.0
+
+    ring = TraceRing(2, clock=clock)
+    ring.note(EventKind.LANDED, "top", ExpertKey(1, 0))
+    ring.check()
+    assert [event.number for event in ring.snapshot()] == [3]
+    assert ring.n_dropped == 3

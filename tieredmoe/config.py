@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "uring", "threads", "buffered")
 READ_SPLITS_MAX = 16
 VERIFY_MODES = ("off", "first_read", "always")
+_NOTHING = re.compile(r"\s*0+(\.0*)?\s*(%|([kmgtp]i?)?b)?\s*", re.IGNORECASE)
 
 
 def _absolute(path: Path | str | None) -> Path | None:
@@ -80,7 +82,7 @@ class HierarchyConfig:
             if name == "window" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | str):
-                yield f"{name}: {value!r} is neither a number of bytes nor a text"
+                yield f"{name}: {value!r} is neither an int (bytes) nor a text"
             elif name != "reserve" or not self._reserves_nothing:
                 try:
                     parse_size(value, whole_nbytes=None if name == "window" else 2**40)
@@ -89,24 +91,24 @@ class HierarchyConfig:
         if self.stage_slots is not None and (
             not _is_int(self.stage_slots) or not 0 <= self.stage_slots <= 1024
         ):
-            yield f"stage_slots: {self.stage_slots!r} is neither None nor a number from 0 to 1024"
+            yield f"stage_slots: {self.stage_slots!r} is neither None nor an int from 0 to 1024"
         if not _is_int(self.read_splits) or not 1 <= self.read_splits <= READ_SPLITS_MAX:
-            splits = f"a number from 1 to {READ_SPLITS_MAX}"
+            splits = f"an int from 1 to {READ_SPLITS_MAX}"
             yield f"read_splits: {self.read_splits!r} is not {splits}"
         if not _is_int(self.stats_every) or self.stats_every < 1:
-            yield f"stats_every: {self.stats_every!r} is not a positive number"
+            yield f"stats_every: {self.stats_every!r} is not a positive int"
 
     def _limit_problems(self) -> Iterator[str]:
         for name, least, most in (("waiting_max", 1, 2**20), ("trace_events", 0, 2**24)):
             value = getattr(self, name)
             if not _is_int(value) or not least <= value <= most:
-                yield f"{name}: {value!r} is not a number from {least} to {most}"
+                yield f"{name}: {value!r} is not an int from {least} to {most}"
 
     def _choice_problems(self) -> Iterator[str]:
         choices = {"policy": tuple(POLICIES), "backend": BACKENDS, "verify": VERIFY_MODES}
         for name, known in choices.items():
             value = getattr(self, name)
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 yield f"{name}: {value!r} is not one of {', '.join(known)}"
 
     def _switch_problems(self) -> Iterator[str]:
@@ -130,8 +132,8 @@ class HierarchyConfig:
 
     @property
     def _reserves_nothing(self) -> bool:
-        # The size grammar has no word for it.
-        return self.reserve in {0, "0"}
+        # The size grammar has no word for it: nothing else may be of no size.
+        return _NOTHING.fullmatch(str(self.reserve)) is not None
 
     @property
     def window_nbytes(self) -> int | None:

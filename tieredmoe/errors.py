@@ -11,14 +11,22 @@ from errno import EBADMSG, errorcode
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from tieredmoe.spec import ExpertKey
 
 
 class TieredMoEError(Exception):
-    """Base of every error that the world, not a bug of ours, can cause."""
+    """Base of every error that the world, not a bug of ours, can cause.
+
+    It can be copied and pickled (engines send errors from one process to another), and then has its
+    message and its attributes, not its cause and its traceback.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # By default the class is called with ``args``, which are not what it is made of.
+        return _remade, (type(self), self.args, vars(self))
 
 
 class ConfigError(TieredMoEError, ValueError):
@@ -49,6 +57,10 @@ class PackError(TieredMoEError, ValueError):
         self.path = path
         self.fact = fact
         super().__init__(f"{path}: {fact}")
+
+
+class NotAModelError(PackError):
+    """What is at a path has no form of a model; what has one and is damaged is a ``PackError``."""
 
 
 class BudgetError(TieredMoEError, ValueError):
@@ -201,6 +213,16 @@ class PromptTooLongError(TieredMoEError, ValueError):
         super().__init__(
             f"a prompt of {n_prompt} tokens does not fit a context of {n_context}; {way_out}"
         )
+
+
+def _remade(
+    kind: type[TieredMoEError], args: tuple[object, ...], attributes: Mapping[str, object]
+) -> TieredMoEError:
+    error = kind.__new__(kind)
+    # Not the class's own ``__init__``, but the one that sets ``args``, and ``errno`` from them.
+    (OSError if isinstance(error, OSError) else Exception).__init__(error, *args)
+    vars(error).update(attributes)
+    return error
 
 
 def raise_config_problems(what: str, problems: Sequence[str]) -> None:

@@ -121,8 +121,14 @@ class Hierarchy:
             ) from error
 
     def count_executed(self, layer: int, n_pairs: int) -> None:
-        """Book ``n_pairs`` (token, expert) pairs computed in ``layer``: the audit of top-k."""
-        self.executed_experts[layer] += n_pairs
+        """Book ``n_pairs`` (token, expert) pairs computed in ``layer``: the audit of top-k.
+
+        Raises ``ValueError`` for a layer that the model does not have.
+        """
+        if layer not in self.executed_experts:
+            raise ValueError(f"layer {layer} has no routed experts; {self._known()}")
+        # A plain int, or one sum of numpy's would make the statistics unfit for JSON.
+        self.executed_experts[layer] += int(n_pairs)
 
     def stats(self) -> Stats:
         """A snapshot of all counters."""

@@ -7,19 +7,21 @@ what leaves the library: frozen, comparable, and one JSON object on disk.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 from collections import Counter
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import aiofiles
 import attrs
-from aiofiles.os import replace
+from aiofiles.os import remove, replace
 from aiofiles.ospath import exists, isfile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from tieredmoe.backends.drives import DriveStats
 
@@ -145,12 +147,24 @@ class Stats:
         A link is followed, and what is no regular file (a device, a pipe) is written to instead.
         Raises ``OSError``. Cancelled, it leaves the old file or the new one.
         """
-        path = await asyncio.to_thread(path.resolve)
+        # Not Path.resolve, for which a link to itself is a RuntimeError until Python 3.13.
+        path = Path(await asyncio.to_thread(os.path.realpath, path))
         if await exists(path) and not await isfile(path):
-            async with aiofiles.open(path, "w") as file:
+            async with aiofiles.open(path, "w", opener=_open_at_once) as file:
                 await file.write(json.dumps(self.as_dict()) + "\n")
             return
-        partial = path.with_name(f"{path.name}.partial")
-        async with aiofiles.open(partial, "w") as file:
-            await file.write(json.dumps(self.as_dict(), indent=1) + "\n")
-        await replace(partial, path)
+        # Nobody else's: another hierarchy, or another process, may write to the same path now.
+        partial = path.with_name(f"{path.name}.{os.getpid()}-{id(self):x}.partial")
+        try:
+            async with aiofiles.open(partial, "w") as file:
+                await file.write(json.dumps(self.as_dict(), indent=1) + "\n")
+            await replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # it may not be there
+                await remove(partial)
+            raise
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a pipe that nobody reads with an error (ENXIO) instead of waiting for a reader."""
+    return os.open(path, flags | os.O_NONBLOCK)

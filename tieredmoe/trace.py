@@ -125,15 +125,20 @@ class TraceRing:
         return acquire
 
     def snapshot(self) -> tuple[Event, ...]:
-        """The events in the ring, by number. That of the first is how many have been dropped."""
+        """The events in the ring, by number. That of the first is how many have been dropped.
+
+        A writer that slept while the others filled the whole ring has overwritten an event; neither
+        that one nor its own, which is too old, is in here.
+        """
         events = self._events.copy()  # in one step: other threads write on
-        return tuple(sorted(event for event in events if event is not None))
+        known = sorted(event for event in events if event is not None)
+        return tuple(event for event in known if event.number > known[-1].number - len(events))
 
     @property
     def n_dropped(self) -> int:
         """How many events were recorded and are no longer in the ring."""
-        first = min((event for event in self._events.copy() if event is not None), default=None)
-        return 0 if first is None else first.number
+        events = self.snapshot()
+        return events[0].number if events else 0
 
     def check(self) -> None:
         """Assert that no event is out of its place; O(n), for tests."""

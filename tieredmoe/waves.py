@@ -73,8 +73,17 @@ class _Waves:
             del self.waiting[:n]
 
     async def wait_for_slots(self) -> None:
-        """Queue, holding nothing, for a quarter of the tier: enough to keep the source busy."""
-        n = min(len(self.waiting), max(1, self._leases.tier.residency.n_slots // 4))
+        """Queue, holding nothing, for a quarter of the tier: enough to keep the source busy.
+
+        For less if the owner's other leases, and those of owners that wait while they hold, leave
+        less: such a wave would be refused though smaller ones can be served.
+        """
+        n_slots = self._leases.tier.residency.n_slots
+        n = min(len(self.waiting), n_slots // 4)
+        if self._leases.held_by({self._owner}):
+            held = self._leases.held_by(self._leases.waiting | {self._owner})
+            n = min(n, n_slots - len(held))
+        n = max(1, n)
         lease = await admit(
             self._leases, self._layer, self.waiting[:n], owner=self._owner, wake=self._arrival
         )

@@ -328,6 +328,12 @@ OF_HIERARCHIES = [
         "[key for key in keys if key not in entries] + resident",
     ),
     mutant(
+        "a stream asks for more slots than holders leave",
+        waves._Waves.wait_for_slots,
+        "if self._leases.held_by({self._owner}):",
+        "if False:",
+    ),
+    mutant(
         "an empty wave is never let go",
         waves._Waves.landed,
         "self.flying.remove(lease)\n                    lease.release()",

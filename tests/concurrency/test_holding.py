@@ -149,3 +149,22 @@ def test_experts_that_failed_hold_no_slot_and_do_not_count_as_held():
 
     faults = FaultPlan().at(0, place_of(0, 0)).at(0, place_of(0, 1))
     play(scenario, (2,), disk=sim_disk(faults=faults), faulty=True)
+
+
+def test_a_holder_streams_through_what_others_will_give_back_however_little():
+    async def scenario(stage):
+        mine = [await stage.lease(0, range(6)), await stage.lease(1, [0])]
+        for lease in mine:
+            await lease.ready()
+        stage.spawn("other", take(stage, 1, [1], hold_s=1))  # in the last of eight slots
+        await asyncio.sleep(0.5)
+        seen = []
+        async with aclosing(stage.hierarchy.stream(1, [2, 3, 4, 5])) as leases:
+            async for wave in leases:
+                await stage.use(wave, wave.experts)
+                seen += wave.experts
+        assert sorted(seen) == [2, 3, 4, 5]
+        for lease in mine:
+            lease.release()
+
+    play(scenario, (2, 8))

@@ -27,7 +27,8 @@ class EvictionPolicy(Protocol):
     def step(self, layer: int, keys: Sequence[ExpertKey]) -> None:
         """Logical time moves: one MoE layer of one step was routed to these distinct keys.
 
-        Called once per acquire, before the keys are admitted or held, for hits and misses alike.
+        Called once per acquire, before the keys are admitted or held, for hits and misses alike. A
+        cold key that is stepped is an ordinary key again.
         """
 
     def admit(self, key: ExpertKey) -> None:
