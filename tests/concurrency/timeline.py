@@ -18,7 +18,7 @@ def assert_whole(events, tiers):
     held = {acquire: experts for acquire, experts in line.held.items() if experts.total()}
     assert not held, f"leases never released: {held}"
     assert not line.filling, f"fills that never ended: {line.filling}"
-    assert not line.copying, f"copies that never ended: {line.copying}"
+    assert not +line.copying, f"copies that never ended: {+line.copying}"
     for tier in tiers:
         resident = {key for name, key in line.resident if name == tier.name}
         assert resident == set(tier.residency.entries), f"{tier.name} holds others than traced"
@@ -34,7 +34,7 @@ class Timeline:
         self.waiting = {}
         self.held = {}
         self.filling = set()
-        self.copying = set()
+        self.copying = Counter()
         self.resident = set()
         self.evictions = Counter()
         self.hits = self.misses = self.joins = 0
@@ -101,9 +101,11 @@ class Timeline:
 
     def on_copying(self, where):
         assert where in self.resident
-        assert where not in self.copying
-        self.copying.add(where)
+        # More than one at a time: what was copied may be evicted above and asked for again before
+        # the device has come to the first copy.
+        self.copying[where] += 1
 
     def on_copied(self, where):
         assert where in self.resident, "evicted from under its copy"
-        self.copying.remove(where)
+        self.copying[where] -= 1
+        assert self.copying[where] >= 0, "a copy ended that had not begun"
