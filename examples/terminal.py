@@ -101,9 +101,10 @@ async def _until_terminated(main: Main, args: argparse.Namespace, prompt: str | 
 
 @contextmanager
 def bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for (bytes done, bytes in all)."""
+    """A progress bar for (bytes done, bytes in all); none where there is no terminal."""
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -120,10 +121,10 @@ async def source_of(
         assert source is not None
         return source
     inventory = await asyncio.to_thread(open_inventory, gguf)
-    await asyncio.to_thread(check_model, inventory, config)
     if await asyncio.to_thread(pack.exists):
         (await asyncio.to_thread(open_pack, pack)).check_source(inventory)
         return pack
+    await asyncio.to_thread(check_model, inventory, config)
     with bar(console, "packing") as show:
         await create_pack(
             inventory, pack, progress=lambda step: show(step.done_nbytes, step.total_nbytes)
@@ -140,8 +141,12 @@ def describe(model: LanguageModel, config: HierarchyConfig, console: Console) ->
         f"in {len(spec.layers)} layers, top-{spec.top_k}; "
         f"cache: {stats.cache_capacity_experts} slots, {format_size(stats.cache_capacity_bytes)}; "
         f"reads: {stats.backend}, {'direct' if stats.direct_io else 'not direct'}\n"
-        f"vram {config.vram}, reserve {config.reserve}"
+        f"vram {_size(config.vram)}, reserve {_size(config.reserve)}"
     )
+
+
+def _size(size: int | str) -> str:
+    return format_size(size) if isinstance(size, int) else size
 
 
 async def show(generation: Generation, model: LanguageModel, console: Console) -> None:

@@ -169,7 +169,7 @@ def _checks(model: Checkpoint, config: HierarchyConfig) -> Repair | None:
             asked += " with repair_from"
         raise ConfigError(
             f"{asked}: {model.path} carries no digests to check reads against; use verify='off', "
-            "or make a pack of it with `tieredmoe pack create`"
+            "or make a pack of its GGUF with `tieredmoe pack create`"
         )
     if config.repair_from is None:
         return None

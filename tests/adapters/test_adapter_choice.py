@@ -46,7 +46,7 @@ def test_an_adapter_given_replaces_the_default_one(kimi):
 
 
 def test_an_adapter_of_another_architecture_is_refused(deepseek):
-    with pytest.raises(ConfigError, match="'deepseek4'.*'kimi-k3'"):
+    with pytest.raises(ConfigError, match=r"'deepseek4'.*'kimi-k3'"):
         with_model(deepseek, logits, KimiK3Adapter())
 
 

@@ -230,6 +230,16 @@ def test_tags_of_tool_calls_are_shown_as_they_are_spelled():
     assert streamed(ids, thinking=False) == f"ok{call}"
 
 
+@pytest.mark.parametrize("stop", ["<|end_of_msg|>", "[EOS]"])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_stop_token_ends_the_message_even_within_a_tag(thinking, stop):
+    """A generation shows nothing of it, nor of the tag that it cuts short; nothing follows it."""
+    ids = ids_of(REASONED.removesuffix("<|sep|>"))
+    message = decode_answer(KIMI, [*ids, KIMI.id_of(stop), *KIMI.encode("x")], thinking=thinking)
+    assert message == decode_answer(KIMI, ids, thinking=thinking)
+    assert message.content.endswith("Yes, äß 漢.")
+
+
 def test_tags_that_the_model_spells_in_text_are_text():
     text = "write <|close|>think<|sep|> and </think>"
     ids = [*KIMI.encode(text), *ids_of("<|close|>response<|sep|>")]

@@ -150,7 +150,7 @@ def test_every_contradiction_is_named_in_one_error(source):
         "a key of 40 channels cannot share 40",
         "17 experts used of 16",
         "3 dense layers of 3",
-        "kda.gate_lower_bound is 5.0, not negative and at least -80.0",
+        "kda.gate_lower_bound is 5.0, not -80.0 to -1e-30",
     ):
         assert fact in message
 
@@ -181,6 +181,13 @@ def test_a_size_that_no_model_has_is_refused_by_its_name(source, key, value):
 )
 def test_a_constant_that_arithmetic_cannot_use_is_refused_by_its_name(source, key, value):
     assert f"{key} is {value}, not " in refused(source, metadata={key: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1e-320, -1e-31, -80.1, -1e300])
+def test_a_bound_of_decays_that_arithmetic_cannot_use_is_refused(source, value):
+    key = PREFIX + "kda.gate_lower_bound"
+    message = refused(source, metadata={key: value})
+    assert message.endswith(f"{key} is {value}, not -80.0 to -1e-30")
 
 
 def test_every_missing_tensor_and_wrong_shape_is_named_before_anything_is_read(source):

@@ -1,5 +1,8 @@
 """The forward pass against the float64 reference: other shapes, seeds, lengths and chunks."""
 
+import functools
+from typing import NamedTuple
+
 import attrs
 import numpy as np
 import pytest
@@ -44,26 +47,48 @@ CHUNKS = {
 }
 
 
-def tokens_of(shape, seed):
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, shape.vocab, N))
+class Run(NamedTuple):
+    """A model, and what the reference makes of the same weights and tokens at once."""
+
+    model: object
+    experts: object
+    tokens: torch.Tensor
+    reference: Reference
+    logits: np.ndarray
 
 
-def agree(shape, weights, *, seed, chunks):
-    """Assert that model and reference agree in logits, routing and state; give both states."""
-    tokens = tokens_of(shape, seed)
+def run_of(shape, seed, weights):
+    tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, shape.vocab, N))
     reference = Reference(shape, weights)
-    want = reference.forward(tokens)
-    model, experts = load_source(source_of(shape, weights))
-    recorder, state = Recorder(experts), model.new_state(N)
-    logits = go_on(model, recorder, tokens, state, chunks)
-    assert np.abs(logits.numpy() - want).max() < 1e-3
-    assert tuple(reference.routes) == experts.spec.layers
-    for layer, (ids, router_weights) in reference.routes.items():
+    logits = reference.forward(tokens)
+    return Run(*load_source(source_of(shape, weights)), tokens, reference, logits)
+
+
+@functools.cache
+def run_of_case(case):
+    shape, seed = CASES[case]
+    return run_of(shape, seed, random_weights(shape, seed))
+
+
+@functools.cache
+def run_with_decay_bias(bias):
+    weights = random_weights(SMALL, 9)
+    weights |= {name: np.full_like(x, bias) for name, x in weights.items() if "dt_bias" in name}
+    return run_of(SMALL, 9, weights)
+
+
+def agree(run, chunks):
+    """Assert that model and reference agree in logits, routing and state; give the state."""
+    recorder, state = Recorder(run.experts), run.model.new_state(N)
+    logits = go_on(run.model, recorder, run.tokens, state, chunks)
+    assert np.abs(logits.numpy() - run.logits).max() < 1e-3
+    assert tuple(run.reference.routes) == run.experts.spec.layers
+    for layer, (ids, router_weights) in run.reference.routes.items():
         got_ids, got_weights = recorder.routing(layer)
         assert np.array_equal(got_ids, ids)
         assert np.abs(got_weights.numpy() - router_weights).max() < 1e-5
-    for layer, (got, want) in enumerate(zip(state.layers, reference.state, strict=True)):
-        if shape.is_kda(layer):
+    for layer, (got, want) in enumerate(zip(state.layers, run.reference.state, strict=True)):
+        if run.reference.s.is_kda(layer):
             pairs = zip((got.memory, got.window), want, strict=True)
         else:
             pairs = [(got.first(N), np.concatenate(want, axis=1))]
@@ -75,14 +100,11 @@ def agree(shape, weights, *, seed, chunks):
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_routing_and_state_equal_the_reference(case, chunks):
-    shape, seed = CASES[case]
-    agree(shape, random_weights(shape, seed), seed=seed, chunks=chunks)
+    agree(run_of_case(case), chunks)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 @pytest.mark.parametrize("bias", [12.0, -12.0], ids=["forgets at once", "never forgets"])
 def test_decays_at_either_end_of_their_range_overflow_nothing(bias, chunks):
-    weights = random_weights(SMALL, 9)
-    weights |= {name: np.full_like(x, bias) for name, x in weights.items() if "dt_bias" in name}
-    state = agree(SMALL, weights, seed=9, chunks=chunks)
+    state = agree(run_with_decay_bias(bias), chunks)
     assert all(torch.isfinite(layer.memory).all() for layer in state.layers[:3])

@@ -10,6 +10,7 @@ from tieredmoe.backends.mirror import MirrorBackend
 from tieredmoe.errors import DirectIOUnavailableError
 from tieredmoe.testing import SimDisk, sim_run
 from tieredmoe.testing.contracts.backend import BackendContract
+from tieredmoe.testing.contracts.files import FileBackendContract
 
 
 def on_threads(*paths):
@@ -35,7 +36,10 @@ class TestSplitOnThreads(SplitContract):
     # Real reads of a page may end while others are still being submitted, so their order proves
     # nothing here; the simulated drives are held to it.
     test_demand_goes_before_the_prefetch_that_waits = None
-    test_the_more_certain_prefetch_goes_first = None
+
+    test_a_forked_child_is_refused_and_takes_nothing_from_its_parent = (
+        FileBackendContract.test_a_forked_child_is_refused_and_takes_nothing_from_its_parent
+    )
 
 
 class TestSplitSimulated(SplitContract):
@@ -62,7 +66,10 @@ class TestMirrorOnThreads(MirrorContract):
     # Real reads of a page may end while others are still being submitted, so their order proves
     # nothing here; the simulated drives are held to it.
     test_demand_goes_before_the_prefetch_that_waits = None
-    test_the_more_certain_prefetch_goes_first = None
+
+    test_a_forked_child_is_refused_and_takes_nothing_from_its_parent = (
+        FileBackendContract.test_a_forked_child_is_refused_and_takes_nothing_from_its_parent
+    )
 
 
 class TestMirrorSimulated(MirrorContract):

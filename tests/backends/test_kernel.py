@@ -55,6 +55,18 @@ def test_the_page_cache_is_seen_filling_and_emptying(fd, measure, monkeypatch):
     assert (full, cached_nbytes(fd, 0, NBYTES)) == (NBYTES, 0)
 
 
+def test_the_pages_of_a_file_on_an_overlay_are_found_where_they_are(fd, monkeypatch):
+    if lives_in_memory(fd):
+        pytest.skip("the file has no disk")
+    # What cachestat says of any file on an overlay, whose pages belong to the file below.
+    monkeypatch.setattr(kernel_module, "_cachestat", lambda *_: 0)
+    monkeypatch.setattr(kernel_module, "_file_system", lambda _: 0x794C7630)
+    os.pread(fd, NBYTES, 0)
+    full = cached_nbytes(fd, 0, NBYTES)
+    drop_cached(fd, 0, NBYTES)
+    assert (full, cached_nbytes(fd, 0, NBYTES)) == (NBYTES, 0)
+
+
 def test_a_cache_that_cannot_be_measured_is_unknown(monkeypatch):
     monkeypatch.setattr(kernel_module, "_cachestat", lambda *_: None)
     ends = os.pipe()

@@ -7,7 +7,7 @@ import attrs
 import pytest
 from fake_ring import FakeRing
 
-from tieredmoe.backends import open_backend
+from tieredmoe.backends import ReadOp, open_backend
 from tieredmoe.backends.kernel import Kernel
 from tieredmoe.errors import (
     BackendUnavailableError,
@@ -89,6 +89,19 @@ def test_the_window_is_the_callers_else_the_devices_else_the_default(paths):
     assert window(1 << 20, window_nbytes=12_345) == 12_345
     assert window(1 << 20) == 1 << 20
     assert window(None) == 64 << 20
+
+
+def test_a_relative_path_is_the_same_file_wherever_the_process_goes(paths, monkeypatch):
+    async def scenario():
+        monkeypatch.chdir(paths[0].parent)
+        backend = open_backend("buffered", [paths[0].name])
+        monkeypatch.chdir("/")
+        os.close(backend._files[0].fd)
+        with memoryview(bytearray(1)) as target:
+            await backend.submit([ReadOp(0, 0, target, 0)])[0]
+        await backend.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_failure_at_the_last_file_leaves_none_open(paths):

@@ -184,9 +184,49 @@ def test_a_missing_file_is_a_read_error_not_a_refusal(tmp_path, opener):
 
 
 @pytest.mark.parametrize("opener", [open_direct, open_buffered])
+def test_who_has_no_descriptor_left_is_told_what_to_raise(path, opener):
+    def refuse(path, flags):
+        FakeKernel._raise("EMFILE")
+
+    with pytest.raises(ReadError, match=r"cannot be opened; raise `ulimit -n` \(EMFILE"):
+        opener(path, Kernel(open=refuse))
+
+
+@pytest.mark.parametrize("opener", [open_direct, open_buffered])
 def test_a_directory_is_refused_by_name(tmp_path, opener):
     with pytest.raises(ReadError, match=r"not a regular file"):
         opener(tmp_path, Kernel())
+
+
+@pytest.mark.parametrize("opener", [open_direct, open_buffered])
+def test_a_pipe_is_refused_without_waiting_for_who_writes_to_it(tmp_path, opener):
+    os.mkfifo(tmp_path / "pipe")
+    opened = []
+    kernel = Kernel(open=lambda path, flags: opened.append(path) or os.open("/dev/null", flags))
+    with pytest.raises(ReadError, match=r"pipe: .*not a regular file"):
+        opener(tmp_path / "pipe", kernel)
+    assert opened == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"), [(True, ReadError), (False, DirectIOUnavailableError)]
+)
+def test_a_place_of_the_proof_that_cannot_be_read_is_told_like_any_other(path, broken, expected):
+    class FailsInTheMiddle(FakeKernel):
+        def preadv(self, fd, targets, offset):
+            if offset and (broken or dict(self.opened)[fd]):
+                self._raise("EIO")
+            return super().preadv(fd, targets, offset)
+
+        def cached_nbytes(self, fd, offset, nbytes):
+            return 0 if offset else nbytes
+
+    path.write_bytes(bytes(3 * PROBE_NBYTES))
+    fake = FailsInTheMiddle(alignment=None)
+    with pytest.raises(expected) as error:
+        open_direct(path, fake.as_kernel())
+    assert error.value.offset == PROBE_NBYTES if broken else error.value.reason == "read_eio"
+    assert fake.leaked() == []
 
 
 def test_a_disk_that_cannot_read_at_all_is_a_read_error(path):

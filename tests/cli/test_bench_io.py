@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import attrs
@@ -16,6 +17,7 @@ from tieredmoe.cli.app import app
 from tieredmoe.cli.io_contest import WAYS, Contest, PageCacheError, hold
 from tieredmoe.cli.read_rate import Place, places
 from tieredmoe.errors import DirectIOUnavailableError
+from tieredmoe.pack import create_pack
 from tieredmoe.testing import make_deepseek_v4
 
 RECORD = 64 << 10
@@ -125,6 +127,11 @@ def test_the_command_reports_all_of_it_as_json(data):
     assert len(report["backends"]["threads"]["gb_per_s"]) == 2
 
 
+def test_no_record_is_read_twice_in_a_turn_for_the_cache_would_have_it(data):
+    result = bench(data, "--record", RECORD, "--turn", "1GiB", "--rounds", 1, "--json")
+    assert json.loads(result.stdout)["records_per_turn"] == 16
+
+
 def test_the_command_shows_a_row_for_each(data):
     result = bench(data, "--record", RECORD, "--turn", "512KiB", "--rounds", 1)
     rows = [line.split("  ")[0] for line in result.stdout.splitlines()]
@@ -149,6 +156,61 @@ def test_a_file_too_small_is_refused_with_the_way_out(capsys, data):
     line = fails(capsys, data, "--record", "1MiB")
     assert "has 1 records of 1 MiB" in line
     assert "--record" in line
+
+
+def test_a_damaged_pack_is_refused_and_nothing_is_made_in_it(capsys, tmp_path):
+    model = make_deepseek_v4(tmp_path / "tiny.gguf", seed=1)
+    asyncio.run(create_pack(model.paths[0], tmp_path / "pack"))
+    (tmp_path / "pack" / "manifest.json").write_bytes(b"{}")
+    assert "first line is damaged" in fails(capsys, tmp_path / "pack", "--make", "1MiB")
+
+
+def test_a_file_that_cannot_be_opened_is_one_line(capsys, data, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "Permission denied" in fails(capsys, data)
+
+
+def test_a_failing_read_of_a_file_made_in_a_folder_is_told_as_such(capsys, tmp_path, monkeypatch):
+    async def hold(contest, *, n_rounds):
+        raise ReadError(path=contest.files[0], offset=0, nbytes=1, errno=5, fact="it broke")
+
+    monkeypatch.setattr("tieredmoe.cli.bench.hold", hold)
+    line = fails(capsys, tmp_path, "--make", "1MiB", "--record", RECORD)
+    assert "it broke" in line
+    assert "cannot be made" not in line
+
+
+@pytest.mark.parametrize("option", ["--record", "--turn", "--make"])
+def test_a_wrong_size_is_refused_before_a_file_is_made(capsys, tmp_path, monkeypatch, option):
+    def refuse(*args, **kwargs):
+        pytest.fail("a file was made")
+
+    monkeypatch.setattr("tieredmoe.cli.bench.tempfile.NamedTemporaryFile", refuse)
+    assert "'many' is not a size" in fails(capsys, tmp_path, option, "many")
+
+
+def test_memory_is_not_filled_to_be_refused(capsys, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setattr("os.urandom", lambda _: pytest.fail("it was written to"))
+        assert "is in memory, not on a drive" in fails(capsys, folder, "--make", "1MiB")
+
+
+def test_a_failing_plain_read_names_its_place(data, tmp_path):
+    other = tmp_path / "other.bin"
+    other.write_bytes(data.read_bytes())
+
+    def preadv(fd, targets, offset):
+        if offset:
+            raise OSError(5, "Input/output error")
+        return os.preadv(fd, targets, offset)
+
+    kernel = Kernel(preadv=preadv, cached_nbytes=lambda *_: 0)
+    with pytest.raises(ReadError) as error:
+        held(data, kernel=kernel, files=[data, other], where=[Place(1, RECORD)])
+    assert (error.value.path, error.value.offset) == (other, RECORD)
 
 
 def test_a_path_that_is_nothing_is_refused(capsys, tmp_path):

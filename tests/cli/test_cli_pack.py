@@ -1,6 +1,9 @@
 """`tieredmoe pack`: the work is done, and every error is one line and an exit code."""
 
+import asyncio
+import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 import tieredmoe
 from tieredmoe.cli import main
 from tieredmoe.cli.app import app
-from tieredmoe.pack import open_pack
+from tieredmoe.pack import mirror_pack, open_drives, open_pack, split_pack
 from tieredmoe.pack.progress import Reporter
 from tieredmoe.testing.tiny_container import StoredTensor, write_shards
 
@@ -75,6 +78,25 @@ def test_info_describes_a_pack(source, tmp_path):
     ):
         assert fact in result.output
     assert open_pack(tmp_path / "pack").manifest.source_digest.hex() in result.output
+
+
+def test_info_says_on_which_drives_a_pack_is(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def rows(pack):
+        return [" ".join(row.split()) for row in run("info", pack).output.splitlines()]
+
+    pack, other = tmp_path / "pack", tmp_path / "other"
+    run("create", source, pack)
+    shutil.copytree(pack, other)
+    asyncio.run(split_pack(pack, [tmp_path / "a", tmp_path / "b"]))
+    assert f"experts 3.1 kB split over {tmp_path / 'a'}, {tmp_path / 'b'}" in rows(pack)
+    for name in ("c", "d"):
+        asyncio.run(mirror_pack(other, tmp_path / name))
+    shutil.rmtree(tmp_path / "d")
+    assert f"experts 3.1 kB a copy each in {other}, {tmp_path / 'c'}" in rows(other)
+    assert f"left out {tmp_path / 'd'}: does not exist" in rows(other)
+    assert f"source digest {open_drives(other).manifest.source_digest.hex()}" in rows(other)
 
 
 def test_verify_passes_a_sound_pack(source, tmp_path):
@@ -142,6 +164,16 @@ def test_the_command_as_a_process_ends_in_one_line_and_1(tmp_path):
     assert result.stderr.count("\n") == 1
 
 
+def test_a_path_that_is_no_text_is_shown_by_its_bytes(source, tmp_path, monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(SystemExit) as exit_:
+        main(["pack", "create", str(source), str(tmp_path / os.fsdecode(b"p\xff"))])
+    assert exit_.value.code == 0
+    stdout.flush()
+    assert b"/p\\udcff: " in stdout.buffer.getvalue()
+
+
 def test_ctrl_c_removes_what_was_written_and_exits_with_130(source, tmp_path, monkeypatch):
     real_write, real_stop = os.pwrite, Reporter.stop
     first, heard = iter([True]), threading.Event()
@@ -162,3 +194,8 @@ def test_ctrl_c_removes_what_was_written_and_exits_with_130(source, tmp_path, mo
     result = run("create", source, tmp_path / "pack")
     assert result.exit_code == 130
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_the_version_is_told():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"tieredmoe {tieredmoe.__version__}\n")

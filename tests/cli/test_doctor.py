@@ -2,8 +2,11 @@
 
 import asyncio
 import errno
+import io
 import json
 import os
+import shutil
+import sys
 
 import attrs
 import pytest
@@ -20,8 +23,9 @@ from tieredmoe.cli.machine_checks import machine_findings
 from tieredmoe.cli.model_checks import model_findings
 from tieredmoe.cli.read_rate import Place, ReadRate, measure, places
 from tieredmoe.cli.storage_checks import storage_findings
+from tieredmoe.errors import BudgetError
 from tieredmoe.memory import HostPool
-from tieredmoe.pack import open_checkpoint
+from tieredmoe.pack import create_pack, mirror_pack, open_checkpoint
 from tieredmoe.testing import make_deepseek_v4
 
 CONFIG = HierarchyConfig(vram="1GiB", reserve="1MiB")
@@ -84,6 +88,66 @@ def test_a_damaged_model_is_its_own_error(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["doctor", str(tmp_path / "broken.gguf")])
     assert "broken.gguf" in capsys.readouterr().err
+
+
+def test_a_damaged_pack_is_not_taken_for_an_ordinary_folder(capsys, model, tmp_path):
+    asyncio.run(create_pack(model, tmp_path / "pack"))
+    os.truncate(tmp_path / "pack" / "experts-00000.bin", 4096)
+    with pytest.raises(SystemExit) as exit_:
+        main(["doctor", str(tmp_path / "pack")])
+    assert exit_.value.code == 1
+    assert "experts-00000.bin has 4,096 bytes instead of" in capsys.readouterr().err
+
+
+def test_every_copy_of_a_mirror_is_looked_at_and_a_missing_one_is_noted(model, tmp_path):
+    asyncio.run(create_pack(model, tmp_path / "pack"))
+    for name in ("b", "c"):
+        asyncio.run(mirror_pack(tmp_path / "pack", tmp_path / name))
+    shutil.rmtree(tmp_path / "c")
+    found = by_subject(findings(tmp_path / "pack", CONFIG))
+    assert {f"reads from {tmp_path / name}" for name in ("pack", "b")} <= found.keys()
+    assert found["copies"].level is Level.NOTE
+    assert str(tmp_path / "c") in found["copies"].fact
+
+
+def test_what_keeps_the_speed_from_being_measured_does_not_end_the_diagnosis(model, monkeypatch):
+    def refuse(nbytes):
+        raise BudgetError(f"no {nbytes} bytes of memory here")
+
+    monkeypatch.setattr("tieredmoe.cli.doctor.HostPool.allocate", refuse)
+    monkeypatch.setattr("tieredmoe.cli.doctor.machine_findings", lambda: iter(()))
+    found = by_subject(findings(model, CONFIG))
+    assert found["read speed"].level is Level.NOTE
+    assert "bytes of memory here" in found["read speed"].advice
+    assert "expert cache" in found
+
+
+@pytest.mark.parametrize("name", ["a[red]b[madvise]", "a:fire:b"])
+def test_a_path_is_shown_as_it_is(model, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / name).mkdir()
+    result = doctor(shutil.copy(model, tmp_path / name), "--reserve", "1MiB")
+    assert f"free space at {tmp_path / name} " in result.stdout
+
+
+def test_a_terminal_without_arrows_gets_their_numbers(model, monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(SystemExit):
+        main(["doctor", str(model), "--vram", "200KiB", "--reserve", "1MiB"])
+    stdout.flush()
+    assert b"\\u2192" in stdout.buffer.getvalue()
+
+
+def test_a_long_path_hides_no_fact_on_a_narrow_terminal(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    long = tmp_path / ("a-long-name-" * 8)
+    long.mkdir()
+    result = doctor(shutil.copy(model, long), "--reserve", "1MiB")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "…" not in result.stdout
+    assert "can be taken now" in " ".join(result.stdout.split())
 
 
 def test_an_unsupported_architecture_is_a_problem(tmp_path):
@@ -150,8 +214,7 @@ def test_a_folder_that_takes_no_file_is_noted(tmp_path):
 )
 def test_the_cache_is_judged_by_the_token_cycle(model, n_slots, share):
     checkpoint = open_checkpoint(model)
-    # Staging is taken from what is free, not from the budget.
-    config = attrs.evolve(CONFIG, vram=n_slots * checkpoint.spec.slot_nbytes)
+    config = attrs.evolve(CONFIG, vram=n_slots * checkpoint.slot_nbytes)
     cache = by_subject(model_findings(checkpoint, config, None))["expert cache"]
     assert f"{n_slots} slots" in cache.fact
     assert "a token uses 18" in cache.fact
@@ -164,7 +227,7 @@ def test_the_best_speed_is_the_disks_rate_over_what_a_token_misses(model):
     spec = checkpoint.spec
     token_nbytes = 3 * sum(layout.payload_nbytes for layout in spec.layouts.values())
     rate = ReadRate(nbytes=10 * token_nbytes, wall_s=1.0, cpu_s=0.1)
-    config = attrs.evolve(CONFIG, vram=9 * spec.slot_nbytes)
+    config = attrs.evolve(CONFIG, vram=9 * checkpoint.slot_nbytes)
     speed = by_subject(model_findings(checkpoint, config, rate))["best speed"]
     assert "10 tok/s at 0% hits, 13.3 tok/s at 25% hits, 20 tok/s at 50% hits" in speed.fact
     assert "75%" not in speed.fact  # 9 of 18 slots cannot give that

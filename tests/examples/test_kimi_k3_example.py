@@ -91,6 +91,19 @@ def test_a_second_run_uses_the_pack_that_is_there_and_says_the_same(demo, monkey
     assert "packed" not in again.err
 
 
+def test_what_it_tells_has_no_empty_lines(demo):
+    lines = demo[1].stderr.splitlines()
+    assert "64 routed experts of 72 KiB in 4 layers, top-4; cache: 8 slots, 576 KiB" in lines[2]
+    assert all(line.strip() for line in lines)
+
+
+def test_a_pack_that_is_there_wants_no_more_memory_than_its_own_slots(demo, monkeypatch, capsys):
+    """In place, a slot is larger than in the pack; beside a pack, the GGUF is not run."""
+    monkeypatch.chdir(demo[0])
+    run(monkeypatch, "--max-new-tokens", 1, "--vram", "288KiB")
+    assert "cache: 4 slots, 288 KiB" in capsys.readouterr().err
+
+
 def test_any_shard_runs_as_it_is_and_packed_alike(tmp_path, monkeypatch, capsys):
     paths = make(tmp_path, tokenizer=None)
     size = ["--vram", "50%", "--reserve", "100MiB"]

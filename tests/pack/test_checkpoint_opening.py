@@ -1,14 +1,19 @@
 """One function opens a model in any form, and says of anything else what it is and what to do."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from small_moe import convert, make_small_moe
 
 from tieredmoe.errors import GGUFError, PackError
 from tieredmoe.gguf import open_inventory
-from tieredmoe.pack import Pack, VirtualPack, open_checkpoint, opening
+from tieredmoe.pack import Pack, VirtualPack, open_checkpoint, open_pack, opening
 from tieredmoe.pack.opening import FORMS, Form
+
+NOBODY = 65534
+"""The administrator may look into every directory; this user may not."""
 
 
 @pytest.fixture
@@ -128,6 +133,29 @@ def test_what_is_not_there_or_no_file_says_so(tmp_path):
         open_checkpoint("a\0b")
     with pytest.raises(PackError, match="cannot be opened: File name too long"):
         open_checkpoint("x" * 5000)
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o311, 0o000])
+def test_a_directory_that_may_not_be_looked_into_says_so(mode):
+    directory = Path(tempfile.mkdtemp())
+    user = os.geteuid()
+    try:
+        directory.chmod(mode)
+        if user == 0:
+            os.seteuid(NOBODY)
+        with pytest.raises(PackError) as error:
+            open_checkpoint(directory)
+    finally:
+        os.seteuid(user)
+        directory.rmdir()
+    assert str(error.value) == f"{directory}: cannot be opened: Permission denied"
+
+
+def test_a_file_that_is_opened_as_a_pack_is_named_once(place):
+    with pytest.raises(PackError) as error:
+        open_pack(place / "gguf" / "m-00001-of-00002.gguf")
+    assert str(error.value).count("m-00001") == 1
+    assert "is a file, not a pack; make one of it" in str(error.value)
 
 
 def test_a_new_form_is_one_row(tmp_path, monkeypatch):

@@ -100,6 +100,25 @@ def test_a_write_that_fails_is_explained_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("action", [split_over_three, mirror_to_a])
+def test_a_directory_that_somebody_else_made_meanwhile_stays_as_he_made_it(
+    place, tmp_path, monkeypatch, action
+):
+    pack, model = place
+    his = dict.fromkeys(("manifest.json", "experts-00000.bin", "dense-00000.bin"), b"his")
+
+    def appear():
+        (tmp_path / "a").mkdir()
+        for name, content in his.items():
+            (tmp_path / "a" / name).write_bytes(content)
+
+    hook(monkeypatch, "pwrite", appear, at=5)
+    with pytest.raises(PackError, match=r"renaming a\.partial to a failed: Directory not empty"):
+        action(pack)
+    assert tree(tmp_path / "a") == his
+    assert_opens_plainly(pack, model)
+
+
+@pytest.mark.parametrize("action", [split_over_three, mirror_to_a])
 def test_a_damaged_pack_is_neither_split_nor_mirrored(place, action):
     pack, _ = place
     flip(pack / "experts-00001.bin", 5)

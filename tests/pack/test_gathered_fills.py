@@ -1,6 +1,7 @@
 """An expert that three reads bring is there or it is not: landing, failing, dropping, arranging."""
 
 import asyncio
+import ctypes
 import random
 
 import pytest
@@ -252,6 +253,20 @@ def test_a_read_that_the_backend_itself_cancels_fails_it_as_closed(model):
 
 
 # --- arranging
+
+
+def test_an_expert_that_cannot_be_brought_to_its_places_fails_and_does_not_hang(model, monkeypatch):
+    def no_memory(target, source, nbytes):
+        raise MemoryError
+
+    async def scenario(hand, fill, slot, source):
+        monkeypatch.setattr(ctypes, "memmove", no_memory)
+        hand.start(0, 1, 2)
+        await hand.land(0, 1, 2)
+        assert isinstance(fill.done.exception(), MemoryError)
+        assert counted(source)[2] == {"MemoryError": 1}
+
+    play(model, scenario)
 
 
 @pytest.mark.parametrize(

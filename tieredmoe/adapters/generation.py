@@ -76,7 +76,7 @@ class GenerationReport:
         return self.n_decoded / self.decode_s if self.decode_s else 0.0
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Generation:
     """An async iterable of ``Piece``, to be iterated once; ``ConfigError`` the second time.
 
@@ -109,6 +109,12 @@ class Generation:
                 n_context=self._n_context,
                 n_context_max=self._model.config.context_length,
             )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Generation {self._n_reused + self._n_prefilled}/{len(self._prompt)} prompt tokens "
+            f"known, {len(self._generated)} generated, {self._stop_reason}>"
+        )
 
     @property
     def token_ids(self) -> list[int]:

@@ -108,7 +108,7 @@ async def _load(adapter: Adapter, loader: TensorLoader, progress: Progress | Non
     return await run_in_thread(load, show)
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class LanguageModel:
     """A model that generates; made by ``open_model``.
 
@@ -193,6 +193,9 @@ class LanguageModel:
     def stats(self) -> Stats:
         """A snapshot of the hierarchy's counters."""
         return self.hierarchy.stats()
+
+    def __repr__(self) -> str:
+        return f"<LanguageModel {self.adapter.architecture}, {self.hierarchy!r}>"
 
     async def close(self) -> None:
         """Drain all I/O and free the memory; generations still running end in ``ClosedError``."""

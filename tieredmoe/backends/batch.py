@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from tieredmoe.backends.protocol import ReadOp
 
+OFFSET_MAX = 2**63 - 1
+"""File offsets are signed 64-bit numbers; a ring would cut a larger one down to another."""
+
 
 def check_batch(batch: Sequence[ReadOp], *, n_files: int, alignment: int) -> None:
     """Raise ``ValueError`` naming the first operation of ``batch`` that cannot be a read."""
@@ -69,8 +72,11 @@ def _objection(op: ReadOp, *, n_files: int, alignment: int) -> str | None:
         return f"there are {n_files} files"
     if target.readonly or not target.c_contiguous or target.itemsize != 1 or target.ndim != 1:
         return "the target is no writable, contiguous view of bytes"
-    if op.offset < 0 or not target.nbytes:
-        return "it reads nothing, or from before the start of the file"
+    if not target.nbytes or not 0 <= op.offset <= OFFSET_MAX - target.nbytes:
+        return (
+            "it reads nothing, or from before the start of the file or past the last byte that a "
+            "file can have"
+        )
     if op.needed_nbytes is not None and not 0 < op.needed_nbytes <= target.nbytes:
         return f"{op.needed_nbytes} needed bytes are none, or more than it reads"
     if op.offset % alignment or target.nbytes % alignment or op.address % alignment:

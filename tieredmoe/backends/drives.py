@@ -137,6 +137,8 @@ class SplitBackend:
 
     async def close(self) -> None:
         """Refuse new reads, then close all drives at once; see ``ReadBackend.close``."""
+        if os.getpid() != self._pid:
+            return  # all of it is the parent's
         self._closed = True
         await close_all(self._drives)
 

@@ -36,6 +36,7 @@ _AT_EMPTY_PATH = 0x1000
 _IO_URING_DISABLED = Path("/proc/sys/kernel/io_uring_disabled")  # Linux 6.6
 _CACHESTAT_NUMBER = 451  # Linux 6.5, the same on every architecture
 _IN_MEMORY_MAGICS = frozenset({0x01021994, 0x858458F6})  # tmpfs, ramfs: linux/magic.h
+_OVERLAY_MAGIC = 0x794C7630  # likewise
 
 
 def direct_alignment(fd: int) -> int | None:
@@ -62,7 +63,9 @@ def direct_alignment(fd: int) -> int | None:
 
 def cached_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
     """Bytes of the range that the page cache holds, in whole pages; None if not known."""
-    n_pages = _cachestat(fd, offset, nbytes)
+    # On an overlay, the pages are those of the file below: cachestat sees none, a mapping does.
+    is_overlay = _file_system(fd) == _OVERLAY_MAGIC
+    n_pages = None if is_overlay else _cachestat(fd, offset, nbytes)
     if n_pages is None:
         n_pages = _mincore(fd, offset, nbytes)
     return None if n_pages is None else n_pages * mmap.PAGESIZE
@@ -70,12 +73,7 @@ def cached_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
 
 def lives_in_memory(fd: int) -> bool:
     """Whether the file is on tmpfs or ramfs, that is, has no disk under it."""
-    result = ctypes.create_string_buffer(256)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fstatfs(ctypes.c_int(fd), result) != 0:
-        return False
-    (magic,) = struct.unpack_from("@l", result, 0)
-    return magic & 0xFFFFFFFF in _IN_MEMORY_MAGICS
+    return _file_system(fd) in _IN_MEMORY_MAGICS
 
 
 def drop_cached(fd: int, offset: int, nbytes: int) -> None:
@@ -114,6 +112,16 @@ class Kernel:
     io_uring_disabled: Callable[[], int] = io_uring_disabled
 
 
+def _file_system(fd: int) -> int | None:
+    """The magic number of the file system; None if not known."""
+    result = ctypes.create_string_buffer(256)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fstatfs(ctypes.c_int(fd), result) != 0:
+        return None
+    (magic,) = struct.unpack_from("@l", result, 0)
+    return int(magic & 0xFFFFFFFF)
+
+
 def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:
     extent = struct.pack("=2Q", offset, nbytes)
     result = ctypes.create_string_buffer(5 * 8)
@@ -131,11 +139,12 @@ def _mincore(fd: int, offset: int, nbytes: int) -> int | None:
         return None
     with mapping:
         address = np.frombuffer(mapping, np.uint8).ctypes.data
-        resident = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        resident = np.empty(-(-nbytes // mmap.PAGESIZE), np.uint8)
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), resident) != 0:
+        pages = ctypes.c_void_p(resident.ctypes.data)
+        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) != 0:
             return None
-        return sum(byte & 1 for byte in resident.raw)
+        return int(np.count_nonzero(resident & 1))
 
 
 def _syscall(number: int, *arguments: object) -> bool:

@@ -109,6 +109,7 @@ class MirrorBackend:
 
     async def drain(self) -> None:
         """Return when no read is queued or in flight on any copy. Cancelling it changes nothing."""
+        check_process(self._pid)
         while self._reads:
             self._idle.clear()
             await self._idle.wait()
@@ -118,6 +119,8 @@ class MirrorBackend:
 
         Reads that fail from now on are not given to another copy.
         """
+        if os.getpid() != self._pid:
+            return  # all of it is the parent's
         self._closing = True
         await close_all([copy.drive for copy in self._copies])
         await self.drain()

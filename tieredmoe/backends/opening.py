@@ -102,7 +102,8 @@ def open_backend(
     stays open then.
     """
     wish = _Wish(
-        tuple(Path(file) for file in files),
+        # As they are now: a file may have to be opened again later.
+        tuple(Path(file).absolute() for file in files),
         kernel or Kernel(),
         window_nbytes,
         record_nbytes,

@@ -53,6 +53,7 @@ def open_direct(path: Path, kernel: Kernel) -> DataFile:
     ``open_<errno>``, ``read_<errno>``, ``align``, ``unsupported``, ``cache_filled`` or
     ``dio_unproven``, and ``ReadError`` for a file that cannot be read at all.
     """
+    _refuse_what_is_no_file(path)
     try:
         fd = kernel.open(path, _DIRECT)
     except OSError as error:
@@ -75,12 +76,7 @@ def _probed(path: Path, fd: int, kernel: Kernel) -> DataFile:
     nbytes = _regular_file_nbytes(path, fd)
     opened = partial(DataFile, path, fd, flags=_DIRECT, opener=kernel.open)
     with mmap.mmap(-1, PROBE_NBYTES) as buffer, memoryview(buffer) as target:
-        try:
-            kernel.preadv(fd, [target], 0)
-        except OSError as error:
-            with _plainly_opened(path, kernel) as plain_fd:
-                _read_plainly(path, plain_fd, target, kernel)
-                raise _refused(path, "read", error) from error
+        _read_directly(path, fd, target, 0, kernel)
         if kernel.lives_in_memory(fd):
             return opened(direct=False, reason="tmpfs")
         alignment = kernel.direct_alignment(fd)
@@ -108,14 +104,25 @@ def _prove(path: Path, fd: int, nbytes: int, target: memoryview, kernel: Kernel)
         kernel.drop_cached(fd, offset, PROBE_NBYTES)
         if kernel.cached_nbytes(fd, offset, min(PROBE_NBYTES, nbytes - offset)) != 0:
             continue
-        kernel.preadv(fd, [target], offset)
+        _read_directly(path, fd, target, offset, kernel)
         if kernel.cached_nbytes(fd, offset, min(PROBE_NBYTES, nbytes - offset)) != 0:
             raise _unavailable(path, "cache_filled")
         return
     raise _unavailable(path, "dio_unproven")
 
 
+def _read_directly(path: Path, fd: int, target: memoryview, offset: int, kernel: Kernel) -> None:
+    """Raise ``DirectIOUnavailableError`` if a plain read can what the direct one cannot."""
+    try:
+        kernel.preadv(fd, [target], offset)
+    except OSError as error:
+        with _plainly_opened(path, kernel) as plain_fd:
+            _read_plainly(path, plain_fd, target, offset, kernel)
+            raise _refused(path, "read", error) from error
+
+
 def _open_plainly(path: Path, kernel: Kernel) -> int:
+    _refuse_what_is_no_file(path)
     try:
         fd = kernel.open(path, os.O_RDONLY)
     except OSError as error:
@@ -137,24 +144,40 @@ def _plainly_opened(path: Path, kernel: Kernel) -> Iterator[int]:
         os.close(fd)
 
 
-def _read_plainly(path: Path, fd: int, target: memoryview, kernel: Kernel) -> None:
+def _read_plainly(path: Path, fd: int, target: memoryview, offset: int, kernel: Kernel) -> None:
     try:
-        kernel.preadv(fd, [target], 0)
+        kernel.preadv(fd, [target], offset)
     except OSError as error:
-        raise _unreadable(path, error, "the file cannot be read") from error
+        raise _unreadable(path, error, "the file cannot be read", offset=offset) from error
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    """Before it is opened: the open of a pipe waits until somebody writes to it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return  # the open says what is wrong
+    _require_regular(path, status)
 
 
 def _regular_file_nbytes(path: Path, fd: int) -> int:
     status = os.fstat(fd)
+    _require_regular(path, status)
+    return status.st_size
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ReadError(
             path=path, offset=0, nbytes=0, errno=errno.EINVAL, fact="this is not a regular file"
         )
-    return status.st_size
 
 
-def _unreadable(path: Path, error: OSError, fact: str) -> ReadError:
-    return ReadError(path=path, offset=0, nbytes=0, errno=error.errno or errno.EIO, fact=fact)
+def _unreadable(path: Path, error: OSError, fact: str, *, offset: int = 0) -> ReadError:
+    code = error.errno or errno.EIO
+    if code in {errno.EMFILE, errno.ENFILE}:
+        fact += "; raise `ulimit -n`"
+    return ReadError(path=path, offset=offset, nbytes=0, errno=code, fact=fact)
 
 
 def _refused(path: Path, stage: str, error: OSError) -> DirectIOUnavailableError:

@@ -98,7 +98,7 @@ class ThreadsBackend:
             self._stop()
             raise ConfigError(
                 f"the system refused {n_threads_max} reading threads: {error}; raise its limit on "
-                "processes (ulimit -u, the container's pids limit)"
+                "processes (ulimit -u, the container's pids limit) or on address space (ulimit -v)"
             ) from error
 
     def submit(

@@ -5,11 +5,13 @@ Exit codes: 0 success, 1 an error that the message explains, 2 wrong usage, 130 
 
 from __future__ import annotations
 
+import io
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tieredmoe._version import __version__
 from tieredmoe.cli.bench import app as bench_app
 from tieredmoe.cli.doctor import doctor
 from tieredmoe.cli.pack import app as pack_app
@@ -22,6 +24,7 @@ app = typer.Typer(
     name="tieredmoe",
     help="Tiered memory for the routed experts of giant mixture-of-experts models.",
     no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
 app.add_typer(pack_app, name="pack")
@@ -29,8 +32,22 @@ app.add_typer(bench_app, name="bench")
 app.command()(doctor)
 
 
+@app.callback()
+def _root(
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"tieredmoe {__version__}")
+        raise typer.Exit
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit; an error of the library's is one line on stderr and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        # A path may have bytes, and a text of ours a dash, that the terminal's encoding has not.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(arguments, prog_name="tieredmoe")
     except TieredMoEError as error:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tieredmoe.backends.kernel import Kernel
 from tieredmoe.budget import format_size, parse_size
-from tieredmoe.cli.io_contest import Contest, Standing, hold
+from tieredmoe.cli.io_contest import Contest, Standing, hold, refuse_memory
 from tieredmoe.cli.read_rate import places
-from tieredmoe.errors import ConfigError, PackError
+from tieredmoe.errors import ConfigError, NotAModelError
 from tieredmoe.pack import open_checkpoint
 from tieredmoe.spec import PAGE_NBYTES
 
@@ -48,25 +49,30 @@ def io(
     ] = None,
     in_flight: Annotated[int, typer.Option(min=1, max=64, help="Reads at once.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the medians are shown.")] = 5,
-    turn: Annotated[str, typer.Option(help="Bytes that each backend reads in a round.")] = "1GiB",
+    turn: Annotated[
+        str, typer.Option(help="Bytes that each backend reads in a round at most.")
+    ] = "1GiB",
     make: Annotated[str, typer.Option(help="Size of the file made in a folder.")] = "2GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure a drive at the size of an expert: its ceiling, and each backend's share of it."""
+    asked_nbytes = parse_size(record) if record else None
+    turn_nbytes = parse_size(turn)
     with _readable(path, parse_size(make)) as (files, nbytes):
-        record_nbytes = _whole_pages(parse_size(record) if record else nbytes)
+        record_nbytes = _whole_pages(asked_nbytes or nbytes)
         where = places(files, record_nbytes)
         if len(where) < in_flight:
             raise ConfigError(
                 f"{path} has {len(where)} records of {format_size(record_nbytes)}, and {in_flight} "
-                "are to be read at once; name a larger file, or set --record or --in-flight"
+                "are to be read at once; name a larger file (--make, in a folder), or set --record or --in-flight"
             )
         contest = Contest(
             files=files,
             where=where,
             record_nbytes=record_nbytes,
             n_in_flight=in_flight,
-            n_records=max(in_flight, parse_size(turn) // record_nbytes),
+            # None twice: the page cache would have it the second time.
+            n_records=min(len(where), max(in_flight, turn_nbytes // record_nbytes)),
         )
         standings = asyncio.run(hold(contest, n_rounds=rounds))
     if as_json:
@@ -80,14 +86,12 @@ def _readable(path: Path, make_nbytes: int) -> Iterator[tuple[Sequence[Path], in
     """The files to read and the size of a record in them."""
     try:
         model = open_checkpoint(path)
-    except PackError:
+    except NotAModelError:
         if path.is_dir():
             with _made_in(path, make_nbytes) as file:
                 yield [file], _RECORD_NBYTES
-            return
-        if not path.is_file():
-            raise
-        yield [path], _RECORD_NBYTES
+        else:
+            yield [path], _RECORD_NBYTES
         return
     yield model.data_files, model.slot_nbytes
 
@@ -95,18 +99,22 @@ def _readable(path: Path, make_nbytes: int) -> Iterator[tuple[Sequence[Path], in
 @contextmanager
 def _made_in(folder: Path, nbytes: int) -> Iterator[Path]:
     """A file of ``nbytes`` that no drive can compress, gone afterwards."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".tieredmoe-bench-") as file:
+    with ExitStack() as made:
+        try:
+            file = made.enter_context(
+                tempfile.NamedTemporaryFile(dir=folder, prefix=".tieredmoe-bench-")
+            )
+            refuse_memory(folder, file.fileno(), Kernel())
             for start in range(0, nbytes, _PIECE_NBYTES):
                 file.write(os.urandom(min(_PIECE_NBYTES, nbytes - start)))
             file.flush()
             os.fsync(file.fileno())
-            yield Path(file.name)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: a file of {format_size(nbytes)} cannot be made there ({error.strerror}); "
-            "set --make, or name a file to read"
-        ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: a file of {format_size(nbytes)} cannot be made there "
+                f"({error.strerror}); set --make, or name a file to read"
+            ) from error
+        yield Path(file.name)
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -132,7 +140,7 @@ def _plain(contest: Contest, standings: Sequence[Standing]) -> dict[str, object]
 
 
 def _show(contest: Contest, standings: Sequence[Standing], n_rounds: int) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(
         f"records of {format_size(contest.record_nbytes)}, {contest.n_in_flight} at once, "
         f"{contest.n_records} in a turn, median of {n_rounds} rounds (least to most)"

@@ -11,26 +11,33 @@ import attrs
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tieredmoe.backends import open_backend
-from tieredmoe.cli.findings import Level
+from tieredmoe.cli.findings import Level, note
 from tieredmoe.cli.machine_checks import machine_findings
 from tieredmoe.cli.model_checks import model_findings
 from tieredmoe.cli.read_rate import measure, places
 from tieredmoe.cli.storage_checks import storage_findings
 from tieredmoe.config import HierarchyConfig
-from tieredmoe.errors import BackendUnavailableError, DirectIOUnavailableError, PackError, ReadError
+from tieredmoe.errors import (
+    BackendUnavailableError,
+    DirectIOUnavailableError,
+    NotAModelError,
+    ReadError,
+    TieredMoEError,
+)
 from tieredmoe.memory import HostPool
-from tieredmoe.pack import open_checkpoint
+from tieredmoe.pack import DrivesPack, open_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tieredmoe.cli.findings import Finding
     from tieredmoe.cli.read_rate import ReadRate
     from tieredmoe.pack import Checkpoint
 
-_MARKS = {Level.OK: "[green]ok[/]", Level.NOTE: "[yellow]note[/]", Level.PROBLEM: "[red]problem[/]"}
+_STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "red"}
 _N_IN_FLIGHT = 8
 _MEASURED_NBYTES = 1 << 30
 
@@ -62,19 +69,39 @@ def findings(path: Path, config: HierarchyConfig) -> Iterator[Finding]:
     """
     model = _model_at(path)
     yield from machine_findings()
-    yield from storage_findings(path, model.data_files if model else ())
-    if model is not None:
-        yield from model_findings(model, config, _rate(model))
+    if model is None:
+        yield from storage_findings(path, ())
+        return
+    yield from storage_findings(path, _read_files(model))
+    if isinstance(model, DrivesPack) and model.left_out:
+        facts = "; ".join(model.left_out)
+        yield note("copies", f"left out: {facts}", "mend them, or say with `attach_drives` which")
+    rate = None
+    try:
+        rate = _rate(model)
+    except (BackendUnavailableError, DirectIOUnavailableError, ReadError):
+        pass  # the storage findings say why
+    except TieredMoEError as error:
+        yield note("read speed", "not measured", str(error))
+    yield from model_findings(model, config, rate)
 
 
 def _model_at(path: Path) -> Checkpoint | None:
     """The model at ``path``; None for a folder that is none."""
     try:
         return open_checkpoint(path)
-    except PackError:
+    except NotAModelError:
         if path.is_dir():
             return None
         raise
+
+
+def _read_files(model: Checkpoint) -> Sequence[Path]:
+    """Every file that experts are read from: of a mirror, those of all copies."""
+    if isinstance(model, DrivesPack) and model.placement is None:
+        names = [file.name for file in model.data_files]
+        return [drive / name for drive in model.drives for name in names]
+    return model.data_files
 
 
 def _rate(model: Checkpoint) -> ReadRate | None:
@@ -102,18 +129,20 @@ def _rate(model: Checkpoint) -> ReadRate | None:
         finally:
             await backend.close()
 
-    try:
-        return asyncio.run(read())
-    except (BackendUnavailableError, DirectIOUnavailableError, ReadError):
-        return None  # the storage findings say why
+    return asyncio.run(read())
 
 
 def _show(found: Iterable[Finding]) -> None:
+    console = Console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", max_width=console.width // 3)
     table.add_column(overflow="fold")
     for finding in found:
-        advice = f"\n[dim]→ {finding.advice}[/]" if finding.advice else ""
-        table.add_row(_MARKS[finding.level], finding.subject, f"{finding.fact}{advice}")
-    Console().print(table)
+        # Text, since a path may look like markup.
+        fact = Text(finding.fact)
+        if finding.advice:
+            fact.append(f"\n→ {finding.advice}", style="dim")
+        mark = Text(finding.level, style=_STYLES[finding.level])
+        table.add_row(mark, Text(finding.subject), fact)
+    console.print(table)

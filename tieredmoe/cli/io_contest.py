@@ -101,6 +101,12 @@ class PageCacheError(TieredMoEError):
     """What would be measured is the page cache, not the drive."""
 
 
+def refuse_memory(path: Path, fd: int, kernel: Kernel) -> None:
+    """Raise ``PageCacheError`` if ``fd``, a file at or in ``path``, has no drive under it."""
+    if kernel.lives_in_memory(fd):
+        raise PageCacheError(f"{path} is in memory, not on a drive; name a path on the drive")
+
+
 def _shares(rates: Sequence[ReadRate], ceiling: Sequence[ReadRate]) -> tuple[float, ...]:
     return tuple(rate.gb_per_s / plain.gb_per_s for rate, plain in zip(rates, ceiling, strict=True))
 
@@ -132,10 +138,7 @@ def _forget(files: Sequence[Path], kernel: Kernel) -> None:
         fd = os.open(path, os.O_RDONLY)
         try:
             nbytes = os.fstat(fd).st_size
-            if kernel.lives_in_memory(fd):
-                raise PageCacheError(
-                    f"{path} is in memory, not on a drive; name a file on the drive"
-                )
+            refuse_memory(path, fd, kernel)
             kernel.drop_cached(fd, 0, 0)
             cached_nbytes = kernel.cached_nbytes(fd, 0, nbytes)
         finally:

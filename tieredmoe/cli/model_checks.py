@@ -99,7 +99,7 @@ def _best_speed(spec: MoESpec, n_slots: int, cycle: int, rate: ReadRate) -> Find
     highest = min(1.0, n_slots / cycle)
     shown = [hit for hit in _HIT_RATES if hit < highest] + ([highest] if highest < 1 else [])
     speeds = ", ".join(
-        f"{rate.gb_per_s * 1e9 / (token_nbytes * (1 - hit)):.3g} tok/s at {hit:.0%} hits"
+        f"{_digits(rate.gb_per_s * 1e9 / (token_nbytes * (1 - hit)))} tok/s at {hit:.0%} hits"
         for hit in shown
     )
     return ok(
@@ -107,6 +107,11 @@ def _best_speed(spec: MoESpec, n_slots: int, cycle: int, rate: ReadRate) -> Find
         f"the files were read at {rate.gb_per_s:.2f} GB/s and a token needs "
         f"{format_size(token_nbytes)}: at most {speeds}",
     )
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all that are before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _payload_nbytes(spec: MoESpec) -> int:

@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 from tieredmoe.pack import (
+    DrivesPack,
     ForeignPack,
     Pack,
     PackProgress,
@@ -35,6 +36,7 @@ from tieredmoe.pack import (
     verify_foreign_pack,
     verify_pack,
 )
+from tieredmoe.pack.drives import is_drive, refuse_drive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,6 +85,9 @@ def info(path: ModelPath) -> None:
     if isinstance(model, Pack):
         table.add_row("experts", _packed_experts(model, payload_nbytes))
         about = _about_pack(model)
+    elif isinstance(model, DrivesPack):
+        table.add_row("experts", f"{decimal(payload_nbytes)} {_on_drives(model)}")
+        about = _about_drives(model)
     else:
         table.add_row(
             "experts", f"{decimal(payload_nbytes)} in {len(model.data_files)} file(s), run in place"
@@ -98,12 +103,14 @@ def info(path: ModelPath) -> None:
         table.add_row(f"layers {layers}", types)
     for row in about:
         table.add_row(*row)
-    Console(soft_wrap=True).print(table)
+    Console(soft_wrap=True, markup=False, emoji=False).print(table)
 
 
 @app.command()
 def verify(path: PackPath) -> None:
     """Compare every byte of a pack with its digest, and name whatever is damaged."""
+    if is_drive(path):
+        refuse_drive(path)
     model = open_checkpoint(path) if path.is_file() else None
     with _progress_bar() as progress:
         if isinstance(model, ForeignPack):
@@ -146,6 +153,17 @@ def _packed_experts(pack: Pack, payload_nbytes: int) -> str:
     nbytes = sum(file.nbytes for file in files)
     padding = 1 - payload_nbytes / nbytes
     return f"{decimal(nbytes)} in {len(files)} file(s), {padding:.1%} of it padding"
+
+
+def _on_drives(model: DrivesPack) -> str:
+    how = "a copy each in" if model.placement is None else "split over"
+    return f"{how} {', '.join(map(str, model.drives))}"
+
+
+def _about_drives(model: DrivesPack) -> Iterator[tuple[str, str]]:
+    for fact in model.left_out:
+        yield "left out", fact
+    yield from _about_pack(model.pack)
 
 
 def _about_pack(pack: Pack) -> Iterator[tuple[str, str]]:

@@ -39,7 +39,7 @@ def read_raw(
     Raises ``DirectIOUnavailableError`` where reads are not direct, and ``ReadError``.
     """
     buffers = [pool.carve(record_nbytes) for _ in range(n_in_flight)]
-    failures: list[OSError] = []
+    failures: list[tuple[Place, OSError]] = []
     with ExitStack() as opened:
         data = [open_direct(file, kernel) for file in files]
         for file in data:
@@ -52,7 +52,7 @@ def read_raw(
                 try:
                     kernel.preadv(data[place.file_index].fd, target, place.offset)
                 except OSError as error:
-                    failures.append(error)
+                    failures.append((place, error))
                     return
 
         threads = [threading.Thread(target=read_share, args=(i,)) for i in range(n_in_flight)]
@@ -63,11 +63,12 @@ def read_raw(
             thread.join()
         taken = time.perf_counter() - wall_s, time.process_time() - cpu_s
     if failures:
+        place, error = failures[0]
         raise ReadError(
-            path=files[0],
-            offset=0,
+            path=files[place.file_index],
+            offset=place.offset,
             nbytes=record_nbytes,
-            errno=failures[0].errno or 0,
+            errno=error.errno or 0,
             fact="a plain direct read failed",
-        ) from failures[0]
+        ) from error
     return ReadRate(n_records * record_nbytes, *taken)

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from tieredmoe.errors import PackError
 from tieredmoe.pack.drive_index import INDEX_NAME
 from tieredmoe.pack.manifest import MANIFEST_NAME
-from tieredmoe.pack.partial import LOCK_NAME, target_problems
+from tieredmoe.pack.partial import target_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from tieredmoe.pack.partial import PartialPack
 
 
 @contextmanager
@@ -63,21 +65,17 @@ def drive_problems(pack: Path, sizes: Mapping[Path, int]) -> list[str]:
 
 
 @contextmanager
-def taken_back_on_failure() -> Iterator[dict[Path, Sequence[str]]]:
-    """Directories put in the mapping, with the names of their files, go if the body fails."""
-    published: dict[Path, Sequence[str]] = {}
+def taken_back_on_failure() -> Iterator[list[PartialPack]]:
+    """What those put in the list have published goes if the body fails."""
+    made: list[PartialPack] = []
     try:
-        yield published
+        yield made
     except BaseException as error:
-        for directory, names in published.items():
+        for each in made:
             try:
-                for name in (MANIFEST_NAME, *names, LOCK_NAME):
-                    (directory / name).unlink(missing_ok=True)
-                directory.rmdir()
-            except FileNotFoundError:
-                continue  # it had not got its name yet
+                each.take_back()
             except OSError as obstacle:
-                error.add_note(f"and {directory} could not be removed: {obstacle}")
+                error.add_note(f"and what was made could not be removed: {obstacle}")
         raise
 
 

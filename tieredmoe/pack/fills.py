@@ -109,12 +109,15 @@ class GatheredFill:
                 del self._reads[read]
 
     def _end(self) -> None:
+        if self._error is None and self._arrange is not None:
+            try:
+                self._arrange()
+            except Exception as error:  # noqa: BLE001 (it reaches every waiter)
+                self._error = error
         if self._error is not None:
             self.done.set_exception(self._error)
-            return
-        if self._arrange is not None:
-            self._arrange()
-        self.done.set_result(None)
+        else:
+            self.done.set_result(None)
 
 
 def arrange(slot: HostSlot, parts: Sequence[Part]) -> None:

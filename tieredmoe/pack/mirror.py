@@ -81,14 +81,14 @@ def _mirror(path: Path, directory: Path, reporter: Reporter) -> MirrorReport:
         nbytes = pack.manifest.layout.data_nbytes + len(manifest_data)
         if problems := drive_problems(path, {directory: nbytes}):
             raise PackError(path, f"cannot be mirrored: {'; '.join(problems)}")
-        with taken_back_on_failure() as published:
+        with taken_back_on_failure() as made:
             files = pack.manifest.layout.files
             with PartialPack(directory, nbytes) as copy:
                 copy.create(files)
                 _copy(pack, copy, reporter)
                 copy.write_manifest(manifest_data)
                 open_pack(copy.path)  # the last check before others can see it
-                published[directory] = [file.name for file in files]
+                made.append(copy)
                 copy.publish()
             write_index(path, dump_index(index, pack.spec))
         sync_directory(path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gguf.constants import GGUF_MAGIC
 
-from tieredmoe.errors import PackError
+from tieredmoe.errors import NotAModelError, PackError
 from tieredmoe.gguf import GGUFInventory
 from tieredmoe.pack.drives import has_drives, is_drive, open_drives, refuse_drive
 from tieredmoe.pack.foreign import is_foreign_pack, open_foreign_pack
@@ -70,8 +70,8 @@ FORMS: tuple[Form, ...] = (
 def open_checkpoint(model: Path | str | GGUFInventory) -> Checkpoint:
     """The model at a path, in any form of ``FORMS``, checked as its own opener does; blocks.
 
-    An inventory is a model whose headers have been read already. Raises what the opener raises, and
-    ``PackError`` for a path that is no model.
+    An inventory is a model whose headers have been read already. Raises what the opener raises,
+    ``NotAModelError`` for what no form recognises, and ``PackError`` for what cannot be looked at.
     """
     if isinstance(model, GGUFInventory):
         return VirtualPack(model)
@@ -80,7 +80,7 @@ def open_checkpoint(model: Path | str | GGUFInventory) -> Checkpoint:
     for form in FORMS:
         if form.recognises(path, beginning):
             return form.open(path)
-    raise PackError(path, f"is not a pack, nor another form of a model{_what_it_is(path)}")
+    raise NotAModelError(path, f"is not a pack, nor another form of a model{_what_it_is(path)}")
 
 
 def _beginning(path: Path) -> bytes:
@@ -88,7 +88,9 @@ def _beginning(path: Path) -> bytes:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            os.listdir(path)  # noqa: PTH208 (only to learn now whether it may be listed)
+            # Only to learn now whether it may be listed, and what is in it be looked at.
+            os.listdir(path)  # noqa: PTH208 (no entry is used)
+            os.stat(f"{path}/.")  # noqa: PTH116 (a Path leaves the dot away)
             return b""
         if stat.S_ISREG(status.st_mode):
             with path.open("rb") as file:

@@ -148,6 +148,16 @@ class PartialPack:
             _sync_directory(self._dest)
             _sync_directory(self._dest.parent)
 
+    def take_back(self) -> None:
+        """Remove what was published, if it came to that: a name that is taken is not ours.
+
+        Raises ``OSError``.
+        """
+        if self._published:
+            for name in (MANIFEST_NAME, *self._names, LOCK_NAME):
+                (self._dest / name).unlink(missing_ok=True)
+            self._dest.rmdir()
+
     def _write(self, fd: int, data: memoryview, offset: int) -> None:
         done = 0
         while done < len(data):

@@ -192,17 +192,21 @@ def as_pack_errors() -> Iterator[None]:
 def read_manifest(path: Path) -> bytes:
     """The manifest file at ``path``. Raises ``PackError`` for what is no pack."""
     try:
-        if not stat.S_ISDIR(path.parent.stat().st_mode):
-            raise PackError(
-                path.parent, "is a file, not a pack; make one of it with `tieredmoe pack create`"
-            )
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise PackError(path, "is not a regular file")
+        is_directory = stat.S_ISDIR(path.parent.stat().st_mode)
+        is_regular = is_directory and stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError as error:
         fact = f"is not a pack, or not a whole one: no {MANIFEST_NAME} in it"
         raise PackError(path.parent, fact if path.parent.is_dir() else "does not exist") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise PackError(path.parent, f"cannot be opened: {error.strerror}") from error
+    except ValueError as error:
         raise PackError(path.parent, f"cannot be opened: {error}") from error
+    if not is_directory:
+        raise PackError(
+            path.parent, "is a file, not a pack; make one of it with `tieredmoe pack create`"
+        )
+    if not is_regular:
+        raise PackError(path, "is not a regular file")
     with as_pack_errors(), opened(path) as (fd, status):
         if status.st_size > MANIFEST_NBYTES_MAX:
             raise PackError(path, f"has {status.st_size:,} bytes, too many for a manifest")

@@ -143,8 +143,8 @@ def _split(
 ) -> SplitReport:
     with exclusive(path):
         plan = _planned(path, directories, weights)
-        with taken_back_on_failure() as published:
-            written_nbytes = _write(plan, published, reporter, check=remove_original)
+        with taken_back_on_failure() as made:
+            written_nbytes = _write(plan, made, reporter, check=remove_original)
             write_index(path, dump_index(plan.index, plan.pack.spec))
         sync_directory(path)
         removed_nbytes = _remove_original(plan.pack) if remove_original else 0
@@ -190,10 +190,11 @@ class _Drives:
         self._partials[file_index].sync(0)
 
 
-def _write(
-    plan: _Plan, published: dict[Path, Sequence[str]], reporter: Reporter, *, check: bool
-) -> int:
-    """Make all drives, whole and durable, and give them their names; returns the bytes written."""
+def _write(plan: _Plan, made: list[PartialPack], reporter: Reporter, *, check: bool) -> int:
+    """Make all drives, whole and durable, and give them their names; returns the bytes written.
+
+    They are put in ``made`` before that.
+    """
     pack, placement = plan.pack, plan.placement
     total = sum(
         layout.payload_nbytes * pack.spec.n_experts for layout in pack.spec.layouts.values()
@@ -214,8 +215,8 @@ def _write(
             _check(plan, [drive.path / DRIVE_FILE_NAME for drive in partials], reporter, total)
         for drive, part in zip(partials, plan.parts, strict=True):
             drive.write_manifest(dump_part(part))
-        for drive, directory in zip(partials, plan.directories, strict=True):
-            published[directory] = [DRIVE_FILE_NAME]
+        made += partials
+        for drive in partials:
             drive.publish()
         return sum(drive.written_nbytes for drive in partials)
 

@@ -35,7 +35,11 @@ class VerifyThreads:
         except RuntimeError as error:
             started.abort()
             self._pool.shutdown()
-            raise ConfigError(f"the system refused {n_threads} hashing threads: {error}") from error
+            raise ConfigError(
+                f"the system refused {n_threads} hashing threads: {error}; raise its limit on "
+                "processes (ulimit -u, the container's pids limit) or on address space (ulimit "
+                "-v), or set verify='off'"
+            ) from error
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Start ``work`` in a thread; first come, first served."""

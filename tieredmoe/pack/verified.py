@@ -17,7 +17,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
-from tieredmoe.errors import ClosedError, ConfigError, DigestMismatchError
+from tieredmoe.errors import ClosedError, ConfigError, DigestMismatchError, ReadError
 from tieredmoe.pack.records import Digested
 
 if TYPE_CHECKING:
@@ -207,7 +207,8 @@ class VerifiedFill:
 
     def _repair_ended(self, error: BaseException, repair: asyncio.Future[None]) -> None:
         if problem := repair.exception():
-            error.args = (error.args[0], f"{error}; it could not be repaired: {problem}")
+            if isinstance(error, ReadError):
+                error.args = (error.errno, f"{error}; it could not be repaired: {problem}")
             error.__cause__ = problem
             self._fail(error)
             return

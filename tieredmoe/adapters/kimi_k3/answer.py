@@ -7,6 +7,7 @@ an answer would end in "responsemessage".
 from __future__ import annotations
 
 import codecs
+from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -92,12 +93,12 @@ class AnswerDecoder:
 def decode_answer(tokenizer: Tokenizer, ids: Iterable[int], *, thinking: bool = False) -> Message:
     """Return the generated ``ids`` as the assistant's message, its reasoning apart.
 
-    ``thinking`` is what the prompt was written with. An answer cut short while the model still
-    reasoned has empty content.
+    ``thinking`` is what the prompt was written with. A stop token ends the message, as it ended the
+    generation. An answer cut short while the model still reasoned has empty content.
     """
     decoder = AnswerDecoder(tokenizer, thinking=thinking)
     reasoning = content = ""
-    for token_id in ids:
+    for token_id in takewhile(lambda token_id: token_id not in tokenizer.stop_ids, ids):
         if decoder.reasoning:
             reasoning += decoder.push(token_id)
         else:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Self
 
 import attrs
 
-from tieredmoe.adapters.metadata_ranges import constant_fault, number_problems, size_fault
+from tieredmoe.adapters.metadata_ranges import (
+    FLOAT_MIN,
+    constant_fault,
+    number_problems,
+    size_fault,
+)
 from tieredmoe.errors import MetadataError
 from tieredmoe.gguf.metadata import MetadataReader
 
@@ -303,7 +308,7 @@ def _contradictions(config: KimiK3Config) -> Iterator[str]:
 def _fault(name: str, value: float) -> str | None:
     """What the number of the field ``name`` should be and is not, None for nothing."""
     if name == "gate_lower_bound":
-        return None if _BOUND_MIN <= value < 0 else f"negative and at least {_BOUND_MIN}"
+        return None if _BOUND_MIN <= value <= -FLOAT_MIN else f"{_BOUND_MIN} to {-FLOAT_MIN}"
     if isinstance(value, int):
         return size_fault(value, least=0 if name == "n_dense_layers" else 1)
     return constant_fault(value)
