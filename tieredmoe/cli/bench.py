@@ -64,8 +64,8 @@ def io(
         if len(where) < in_flight:
             raise ConfigError(
                 f"{path} has {len(where)} records of {format_size(record_nbytes)}, and {in_flight} "
-                "are to be read at once; name a larger file (--make, in a folder), or set --record or "
-                "--in-flight"
+                "are to be read at once; name a larger file (--make, in a folder), or set --record "
+                "or --in-flight"
             )
         contest = Contest(
             files=files,
