@@ -9,13 +9,13 @@ under ``models/``, packs it and generates from the pack with a cache for half of
 text is noise, everything else is real. The end of that run looks like this (the model is random, so
 its text is)::
 
-    96 routed experts of 16 KiB in 6 layers, top-3; cache: 48 slots, 768 KiB; reads: threads, direct
-    vram 786432, reserve 256MiB
+    96 routed experts of 16 KiB in 6 layers, top-3; cache: 48 slots, 768 KiB; reads: uring, direct
+    vram 768 KiB, reserve 256MiB
     ...
              tokens  tok/s  hit rate  GB read per token  evictions
-    prefill      39  332.6        0%           0.000035         35
-    decode       47   15.5       67%           0.000091        282
-    ended by: max_new_tokens
+    prefill      39  196.7        0%           0.000035         35
+    decode       47   20.0       67%           0.000098        282
+    first token after 0.2 s of loading and 0.2 s of prefill; ended by: max_new_tokens
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ generates from the pack, with slots for half of the experts that one token needs
 everything else is real. The end of that run looks like this (the model is random, so its text is)::
 
     64 routed experts of 72 KiB in 4 layers, top-4; cache: 8 slots, 576 KiB; reads: uring, direct
-    vram 589824, reserve 256MiB
+    vram 576 KiB, reserve 256MiB
     ...
              tokens  tok/s  hit rate  GB read per token  evictions
-    prefill      78   71.3        0%           0.000058         53
-    decode       47    2.7       13%           0.001024        653
-    ended by: max_new_tokens
+    prefill      78  361.2        0%           0.000058         53
+    decode       47   14.7       13%           0.001024        653
+    first token after 0.1 s of loading and 0.2 s of prefill; ended by: max_new_tokens
 """
 
 from __future__ import annotations
