@@ -93,7 +93,9 @@ def test_a_second_run_uses_the_pack_that_is_there_and_says_the_same(demo, monkey
 
 def test_what_it_tells_has_no_empty_lines(demo):
     lines = demo[1].stderr.splitlines()
-    assert "64 routed experts of 72 KiB in 4 layers, top-4; cache: 8 slots, 576 KiB" in lines[2]
+    # One line more where io_uring cannot be had.
+    told = "64 routed experts of 72 KiB in 4 layers, top-4; cache: 8 slots, 576 KiB"
+    assert any(told in line for line in lines)
     assert all(line.strip() for line in lines)
 
 
