@@ -19,14 +19,14 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
-from tieredmoe.backends.batch import check_batch, check_process, error_kind, fail_read
+from tieredmoe.backends.batch import check_batch, check_process, fail_read
 from tieredmoe.backends.blockread import BlockRead, read_block
+from tieredmoe.backends.endings import ReadCounters, Waiters
 from tieredmoe.backends.lane import N_READS_MIN, Read
 from tieredmoe.backends.lanes import Lanes
-from tieredmoe.backends.protocol import BackendInfo, ReadOp, ReadStats
 from tieredmoe.budget import format_size
 from tieredmoe.errors import ClosedError, ConfigError
 from tieredmoe.spec import Priority
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from tieredmoe.backends.datafile import DataFile
     from tieredmoe.backends.kernel import Preadv
+    from tieredmoe.backends.protocol import BackendInfo, ReadOp, ReadStats
 
 
 class ThreadsBackend:
@@ -83,9 +84,8 @@ class ThreadsBackend:
         self._n_undelivered = 0
         self._closing = False
         self._stopped = False
-        self._settled: list[asyncio.Future[None]] = []
-        self._counts = Counter[str]()
-        self._errors = Counter[str]()
+        self._settled = Waiters()
+        self._counters = ReadCounters()
         # Daemons: a forgotten close must not hang the interpreter's exit.
         self._threads = [
             threading.Thread(target=self._serve, name=f"tieredmoe-read-{i}", daemon=True)
@@ -149,7 +149,7 @@ class ThreadsBackend:
         """Return when no read is queued or in flight. Cancelling it changes nothing."""
         check_process(self._pid)
         while self._n_undelivered:
-            await self._settling()
+            await self._settled.next()
 
     async def close(self) -> None:
         """Refuse new reads, fail waiting ones with ``ClosedError``, drain, free threads and files.
@@ -168,20 +168,12 @@ class ThreadsBackend:
                 fail_read(future, ClosedError("the backend was closed before this read started"))
             self._settle()
         while not self._stopped:
-            await self._settling()
+            await self._settled.next()
 
     def stats(self) -> ReadStats:
         """A snapshot of the counters; ``reads`` and ``read_nbytes`` count what landed whole."""
         with self._lock:
-            return ReadStats(
-                reads=self._counts["reads"],
-                read_nbytes=self._counts["read_nbytes"],
-                short_reads=self._counts["short_reads"],
-                retries=self._counts["retries"],
-                errors=dict(self._errors),
-                in_flight=self._lanes.n_in_flight,
-                queued=self._lanes.n_queued,
-            )
+            return self._counters.snapshot(self._lanes)
 
     def __repr__(self) -> str:
         state = "closed, " if self._closing else ""
@@ -211,7 +203,8 @@ class ThreadsBackend:
                 if read.block_ended(error):
                     wake = not self._landed
                     self._landed.append(read)
-                    self._count(read)
+                    self._lanes.ended(read)
+                    self._counters.ended(read)
                     self._admit()
             del read, block, error  # they hold the caller's memory
             if wake:
@@ -225,16 +218,6 @@ class ThreadsBackend:
         except BaseException as error:  # noqa: BLE001 (raised again where the future is awaited)
             return error
         return None
-
-    def _count(self, read: Read) -> None:
-        self._lanes.ended(read)
-        self._counts["short_reads"] += sum(block.short_reads for block in read.blocks)
-        self._counts["retries"] += sum(block.retries for block in read.blocks)
-        if read.error is None:
-            self._counts["reads"] += 1
-            self._counts["read_nbytes"] += read.nbytes
-        else:
-            self._errors[error_kind(read.error)] += 1
 
     def _deliver(self) -> None:
         """Resolve the futures of all reads that have landed. Runs in the loop."""
@@ -256,10 +239,7 @@ class ThreadsBackend:
             self._stop()
             for file in self._files:
                 file.close()
-        for waiter in self._settled:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._settled.clear()
+        self._settled.wake()
 
     def _stop(self) -> None:
         with self._lock:
@@ -268,8 +248,3 @@ class ThreadsBackend:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-
-    def _settling(self) -> asyncio.Future[None]:
-        waiter = self._loop.create_future()
-        self._settled.append(waiter)
-        return waiter

@@ -18,16 +18,16 @@ import asyncio
 import ctypes
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from errno import EAGAIN, EBUSY, EINTR, ENOMEM
 from typing import TYPE_CHECKING
 
 import attrs
 
-from tieredmoe.backends.batch import check_batch, check_process, error_kind, fail_read, refused
+from tieredmoe.backends.batch import check_batch, check_process, fail_read, refused
+from tieredmoe.backends.endings import ReadCounters, Waiters
 from tieredmoe.backends.lane import N_READS_MIN, Read
 from tieredmoe.backends.lanes import Lanes
-from tieredmoe.backends.protocol import BackendInfo, ReadOp, ReadStats
 from tieredmoe.budget import format_size
 from tieredmoe.errors import ClosedError
 from tieredmoe.spec import Priority
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from tieredmoe.backends.blockread import BlockRead
     from tieredmoe.backends.datafile import DataFile
+    from tieredmoe.backends.protocol import BackendInfo, ReadOp, ReadStats
     from tieredmoe.backends.ring import Ring
 
 COMPLETIONS_PER_WAKE = 256
@@ -95,9 +96,8 @@ class UringBackend:
         self._n_outstanding = 0
         self._closing = False
         self._shut = False
-        self._settled: list[asyncio.Future[None]] = []
-        self._counts = Counter[str]()
-        self._errors = Counter[str]()
+        self._settled = Waiters()
+        self._counters = ReadCounters()
         self._submit_ns_max = 0
         self._loop.add_reader(ring.event_fd, self._on_wake)
 
@@ -146,7 +146,7 @@ class UringBackend:
         """Return when no read is queued or in flight. Cancelling it changes nothing."""
         check_process(self._pid)
         while self._n_outstanding:
-            await self._settling()
+            await self._settled.next()
 
     async def close(self) -> None:
         """Refuse new reads, fail waiting ones with ``ClosedError``, drain, free ring and files.
@@ -164,20 +164,11 @@ class UringBackend:
                 fail_read(future, ClosedError("the backend was closed before this read started"))
             self._settle()
         while not self._shut:
-            await self._settling()
+            await self._settled.next()
 
     def stats(self) -> ReadStats:
         """A snapshot of the counters; ``reads`` and ``read_nbytes`` count what landed whole."""
-        return ReadStats(
-            reads=self._counts["reads"],
-            read_nbytes=self._counts["read_nbytes"],
-            short_reads=self._counts["short_reads"],
-            retries=self._counts["retries"],
-            errors=dict(self._errors),
-            in_flight=self._lanes.n_in_flight,
-            queued=self._lanes.n_queued,
-            submit_ns_max=self._submit_ns_max,
-        )
+        return self._counters.snapshot(self._lanes, submit_ns_max=self._submit_ns_max)
 
     def __repr__(self) -> str:
         state = "closed, " if self._closing else ""
@@ -229,7 +220,7 @@ class UringBackend:
     def _submit(self) -> int | None:
         """One submission, tried again where that may help; the errno that stays, if any."""
         for i in range(1 + N_SUBMIT_RETRIES):
-            self._counts["retries"] += i > 0
+            self._counters.retries += i > 0
             begin = time.perf_counter_ns()
             try:
                 self._ring.submit()
@@ -296,16 +287,11 @@ class UringBackend:
 
     def _end(self, read: Read) -> None:
         self._lanes.ended(read)
-        self._counts["short_reads"] += sum(block.short_reads for block in read.blocks)
-        self._counts["retries"] += sum(block.retries for block in read.blocks)
+        self._counters.ended(read)
         if read.error is not None:
-            self._errors[error_kind(read.error)] += 1
             fail_read(read.future, read.error)
-        else:
-            self._counts["reads"] += 1
-            self._counts["read_nbytes"] += read.nbytes
-            if not read.future.done():
-                read.future.set_result(None)
+        elif not read.future.done():
+            read.future.set_result(None)
         self._n_outstanding -= 1
 
     def _settle(self) -> None:
@@ -318,12 +304,4 @@ class UringBackend:
             self._ring.close()
             for file in self._files:
                 file.close()
-        for waiter in self._settled:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._settled.clear()
-
-    def _settling(self) -> asyncio.Future[None]:
-        waiter = self._loop.create_future()
-        self._settled.append(waiter)
-        return waiter
+        self._settled.wake()

@@ -31,7 +31,9 @@ class FileBackendContract(BackendContract):
 
     def descriptors(self, backend: ReadBackend) -> Sequence[int]:
         """The descriptors of the files, in their order."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides descriptors, to say what is tested"
+        )
 
     def test_offsets_beyond_four_gib_are_read(self, directory: Path) -> None:
         """A sparse file with a page of its own at each place where 32 bits end."""

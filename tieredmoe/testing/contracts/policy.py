@@ -44,7 +44,9 @@ class PolicyContract:
 
     def make_policy(self, *, n_slots: int, layers: Sequence[int], top_k: int) -> EvictionPolicy:
         """Build a fresh policy."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides make_policy, to say what is tested"
+        )
 
     def test_it_proposes_evictable_keys_and_none_else(self) -> None:
         """Whatever working sets come, land, fail, overlap and go, as in ``PolicyLife``."""

@@ -53,7 +53,9 @@ class PredictorContract:
 
     def make_predictor(self, *, layers: Sequence[int], n_experts: int, top_k: int) -> Predictor:
         """Build a fresh predictor."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides make_predictor, to say what is tested"
+        )
 
     def signal(self, layer: int, experts: Sequence[int]) -> object:
         """What a caller would pass to ``predict`` before ``layer`` is routed to ``experts``."""

@@ -36,7 +36,9 @@ class ReadingContract:
 
     async def open_backend(self, paths: Sequence[Path]) -> ReadBackend:
         """Open a fresh backend over these files, in this order."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides open_backend, to say what is tested"
+        )
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run a test's coroutine; override it for a backend that lives on another kind of loop."""

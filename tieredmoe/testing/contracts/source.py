@@ -53,7 +53,9 @@ class SourceContract:
 
         Reading one of those in ``broken`` must fail, however often it is tried.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} overrides open_source, to say what is tested"
+        )
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run a test's coroutine; override it for a source that lives on another kind of loop."""
