@@ -87,6 +87,12 @@ def test_nothing_may_be_reserved(nothing):
     assert HierarchyConfig(reserve=nothing).reserve_nbytes(10**9) == 0
 
 
+@pytest.mark.parametrize("name", ["stats_path", "repair_from"])
+def test_an_empty_path_is_no_path(name):
+    with pytest.raises(ConfigError, match=f"{name}: '' is not a path"):
+        HierarchyConfig(**{name: "", "verify": "always"})
+
+
 def test_paths_are_those_of_the_moment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = HierarchyConfig(stats_path="s.json")

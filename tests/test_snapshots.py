@@ -8,8 +8,10 @@ import os
 import numpy as np
 import pytest
 
+from tieredmoe import ConfigError, HierarchyConfig, open_hierarchy
 from tieredmoe.hierarchy import Hierarchy
-from tieredmoe.testing import TinyPack, tiny_hierarchy, tiny_spec
+from tieredmoe.snapshots import SnapshotFile
+from tieredmoe.testing import TinyPack, make_deepseek_v4, tiny_hierarchy, tiny_spec
 
 PACK = TinyPack(tiny_spec())
 
@@ -113,3 +115,39 @@ def test_pairs_of_a_layer_without_experts_are_refused():
             hierarchy_of(None).count_executed(99, 3)
 
     asyncio.run(main())
+
+
+def test_a_file_that_holds_something_else_is_not_replaced(tmp_path):
+    model = make_deepseek_v4(tmp_path / "m.gguf", seed=1).paths[0]
+    before = model.read_bytes()
+
+    async def main():
+        with pytest.raises(ConfigError, match="holds something else"):
+            await open_hierarchy(model, HierarchyConfig(vram="1GiB", reserve=0, stats_path=model))
+        with pytest.raises(ConfigError, match="holds something else"):
+            hierarchy_of(model)
+
+    asyncio.run(main())
+    assert model.read_bytes() == before
+
+
+def test_statistics_of_an_earlier_run_are_replaced(tmp_path):
+    async def main():
+        await hierarchy_of(tmp_path / "s.json").close()
+
+    (tmp_path / "s.json").touch()
+    for _ in range(2):
+        asyncio.run(main())
+    assert json.loads((tmp_path / "s.json").read_text())["cache_hits"] == 0
+
+
+def test_what_fails_every_time_is_warned_of_once(tmp_path, caplog):
+    async def main():
+        hierarchy = hierarchy_of(None)
+        file = SnapshotFile(tmp_path / "missing" / "s.json", every=1, snapshot=hierarchy.stats)
+        for _ in range(3):
+            await file.close()
+        await hierarchy.close()
+
+    asyncio.run(main())
+    assert len(caplog.records) == 1

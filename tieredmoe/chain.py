@@ -33,6 +33,7 @@ from tieredmoe.pack import (
 )
 from tieredmoe.pack.foreign import ForeignPack, open_foreign_repair
 from tieredmoe.policies import make_policy
+from tieredmoe.snapshots import check_snapshot_path
 from tieredmoe.tier import Tier
 
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ async def open_hierarchy(
     (``Hierarchy.spec`` says where), or are moved within the slot if that differs from expert to
     expert. Cancelled, it closes what it has opened. Raises ``PackError``, ``GGUFError``,
     ``MetadataError``, ``BudgetError``, ``DirectIOUnavailableError``, ``BackendUnavailableError``,
-    ``ReadError``, and ``ConfigError`` where ``verify`` or ``repair_from`` ask for digests that the
-    model does not have; nothing stays open then.
+    ``ReadError``, and ``ConfigError`` where ``stats_path`` holds something else, or where
+    ``verify`` or ``repair_from`` ask for digests that the model does not have; nothing stays open
+    then.
     """
     config = config or HierarchyConfig()
     if isinstance(model, Path | str | GGUFInventory):
@@ -161,6 +163,8 @@ async def open_hierarchy(
 
 def _checks(model: Checkpoint, config: HierarchyConfig) -> Repair | None:
     """Where damaged experts are to come from, once digests are known to be there if asked for."""
+    if config.stats_path is not None:
+        check_snapshot_path(config.stats_path)
     if config.verify == "off":
         return None
     if not isinstance(model, Digested) or not model.has_digests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
@@ -21,9 +21,9 @@ VERIFY_MODES = ("off", "first_read", "always")
 _NOTHING = re.compile(r"\s*0+(\.0*)?\s*(%|([kmgtp]i?)?b)?\s*", re.IGNORECASE)
 
 
-def _absolute(path: Path | str | None) -> Path | None:
+def _absolute(path: Any) -> Any:
     """The path as it is now, whatever the working directory becomes; what is none is kept."""
-    return Path(path).absolute() if isinstance(path, str | Path) else path
+    return Path(path).absolute() if path and isinstance(path, str | Path) else path
 
 
 @attrs.frozen(kw_only=True)

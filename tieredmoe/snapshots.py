@@ -7,6 +7,8 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
+from tieredmoe.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -20,15 +22,18 @@ class SnapshotFile:
     """Replaces the JSON file ``path`` by a fresh snapshot every ``every`` steps, and at the close.
 
     Statistics must never stop a run: a snapshot that cannot be written is a warning. Bound to the
-    running loop; ``tick`` may be called in any thread.
+    running loop; ``tick`` may be called in any thread. Raises ``ConfigError`` for a file that holds
+    something else.
     """
 
     def __init__(self, path: Path, *, every: int, snapshot: Callable[[], Stats]) -> None:
+        check_snapshot_path(path)
         self.path = path
         self._every = every
         self._snapshot = snapshot
         self._loop = asyncio.get_running_loop()
         self._writing: asyncio.Task[None] | None = None
+        self._warned: int | None = None
 
     def tick(self, n_steps: int) -> None:
         """Start writing a snapshot if it is time and the last one has been written."""
@@ -55,4 +60,23 @@ class SnapshotFile:
         try:
             await stats.write(self.path)
         except OSError as error:
-            logger.warning("%s: statistics could not be written: %s", self.path, error)
+            if error.errno != self._warned:  # every snapshot of a long run would say the same
+                self._warned = error.errno
+                logger.warning("%s: statistics could not be written: %s", self.path, error)
+
+
+def check_snapshot_path(path: Path) -> None:
+    """Raise ``ConfigError`` if ``path`` is a file that holds something else than a snapshot.
+
+    A snapshot replaces what is there, and that might be the model. Blocks for one small read.
+    """
+    try:
+        with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:
+            beginning = file.read(4096) if file else b""
+    except OSError:
+        return  # what cannot be read is not judged; writing it will warn
+    if beginning and b'"cache_hits"' not in beginning:
+        raise ConfigError(
+            f"stats_path: {path} holds something else than statistics, which would replace it; "
+            "name another file, or delete this one"
+        )

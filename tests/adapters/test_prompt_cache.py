@@ -157,6 +157,19 @@ def test_states_of_one_model_are_not_given_to_another(pack):
     with_model(pack, scenario)
 
 
+def test_a_cache_given_to_another_model_does_not_hide_how_a_generation_ends(pack):
+    async def scenario(model):
+        cache = PromptCache()
+        pieces = aiter(model.generate(PROMPT, max_new_tokens=30, cache=cache))
+        await anext(pieces)
+        cache.clear()
+        cache.keep(object(), [1], FakeState(1))
+        await pieces.aclose()
+        assert len(cache) == 1
+
+    with_model(pack, scenario)
+
+
 @pytest.mark.parametrize("n_max", [0, -1, True, 1.5, "2", None])
 def test_a_senseless_limit_is_refused(n_max):
     with pytest.raises(ConfigError, match="n_max"):

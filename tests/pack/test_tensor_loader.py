@@ -1,6 +1,7 @@
 """Dense tensors come whole, each page read once, through any backend, in bounded memory."""
 
 import asyncio
+import errno
 import os
 from collections import Counter
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_moe import MIXED, convert, flip, make_small_moe
 
-from tieredmoe.errors import GGUFError, PackError
+from tieredmoe.errors import BackendUnavailableError, GGUFError, PackError, ReadError
 from tieredmoe.pack import Extent, open_checkpoint, open_pack, open_virtual_pack, tensors
 from tieredmoe.pack.tensors import TensorLoader, plan_pieces
 from tieredmoe.spec import PAGE_NBYTES
@@ -209,3 +210,40 @@ def test_it_is_called_in_a_thread_beside_a_running_loop(opened):
         return kept
 
     assert bytes(asyncio.run(main()).data[DENSE[0]]) == opened.read(DENSE[0]).tobytes()
+
+
+def refusing_rings(monkeypatch):
+    """Let every ``uring`` be refused; what is opened instead is in the list."""
+    real_open, opened_as = tensors.open_backend, []
+
+    def opening(name, files, **options):
+        if name == "uring":
+            raise BackendUnavailableError("uring", "emfile", "raise `ulimit -n`")
+        opened_as.append(name)
+        return real_open(name, files, **options)
+
+    monkeypatch.setattr(tensors, "open_backend", opening)
+    return opened_as
+
+
+def test_a_backend_that_cannot_be_had_twice_is_no_reason_to_fail(opened, monkeypatch):
+    opened_as = refusing_rings(monkeypatch)
+    kept = Kept(opened)
+    TensorLoader(opened, backend="uring", otherwise="threads").load(DENSE, kept)
+    assert opened_as == ["threads"]
+    assert bytes(kept.data[DENSE[0]]) == opened.read(DENSE[0]).tobytes()
+
+
+def test_a_backend_that_was_asked_for_is_not_replaced(opened, monkeypatch):
+    refusing_rings(monkeypatch)
+    with pytest.raises(BackendUnavailableError):
+        TensorLoader(opened, backend="uring", otherwise="uring").load(DENSE, Kept(opened))
+
+
+def test_without_descriptors_for_a_loop_the_error_says_what_to_raise(opened, monkeypatch):
+    def refuse(_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio.Runner, "get_loop", refuse)
+    with pytest.raises(ReadError, match="ulimit -n"):
+        TensorLoader(opened).load(DENSE, Kept(opened))

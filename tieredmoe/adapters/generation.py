@@ -162,7 +162,8 @@ class Generation:
                 yield Piece(rest, None)
         finally:
             self._mark()
-            if self._cache is not None and state.n_tokens:
+            # Given to another model meanwhile, the cache must not hide why this generation ends.
+            if self._cache is not None and state.n_tokens and self._cache.belongs_to(self._model):
                 ids = [*self._prompt, *self._generated]
                 self._cache.keep(self._model, ids[: state.n_tokens], state)
 

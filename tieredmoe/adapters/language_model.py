@@ -76,7 +76,9 @@ async def open_model(
         loader = TensorLoader(
             source,
             backend=found if found in BACKENDS else config.backend,
+            otherwise=config.backend,
             allow_buffered=config.allow_buffered,
+            strict=config.strict,
         )
         model = await _load(adapter, loader, progress)
         opened.pop_all()

@@ -51,6 +51,10 @@ class PromptCache:
         state = self._states[best] = self._states.pop(best)
         return state.copy(n_context=n_context)
 
+    def belongs_to(self, model: Model[Any]) -> bool:
+        """Whether ``keep`` would take a state of ``model``: it holds no other model's."""
+        return self._model is None or self._model is model
+
     def keep(self, model: Model[Any], ids: Sequence[int], state: State) -> None:
         """Take over ``state``, which holds exactly ``ids``; the caller no longer uses it."""
         self._bind(model)
@@ -75,7 +79,7 @@ class PromptCache:
     def _bind(self, model: Model[Any]) -> None:
         if self._model is None:
             self._model = model
-        elif self._model is not model:
+        elif not self.belongs_to(model):
             raise ConfigError("PromptCache: it holds states of another model; use one for each")
 
 

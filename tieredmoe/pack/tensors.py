@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from tieredmoe.backends import ReadOp, open_backend
-from tieredmoe.errors import PackError
+from tieredmoe.errors import BackendUnavailableError, PackError, ReadError
 from tieredmoe.memory import HostPool
 from tieredmoe.spec import PAGE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -90,14 +91,22 @@ def plan_pieces(extents: Mapping[str, Extent], *, piece_nbytes: int) -> Iterator
 class TensorLoader:
     """``model`` as a ``TensorSource`` that also brings many tensors at once, through a backend.
 
-    ``backend`` and ``allow_buffered`` mean what they mean to ``open_backend``.
+    ``backend``, ``allow_buffered`` and ``strict`` mean what they mean to ``open_backend``; where
+    ``backend`` cannot be had a second time, ``otherwise`` is opened.
     """
 
     def __init__(
-        self, model: Checkpoint, *, backend: str = "auto", allow_buffered: bool = False
+        self,
+        model: Checkpoint,
+        *,
+        backend: str = "auto",
+        otherwise: str | None = None,
+        allow_buffered: bool = False,
+        strict: bool = False,
     ) -> None:
         self._model = model
-        self._open = partial(open_backend, backend, allow_buffered=allow_buffered)
+        self._names = (backend, otherwise or backend)
+        self._open_named = partial(open_backend, allow_buffered=allow_buffered, strict=strict)
 
     @property
     def metadata(self) -> Metadata:
@@ -127,7 +136,31 @@ class TensorLoader:
         extents = {name: model.locate_tensor(name) for name in stored}
         pieces = list(plan_pieces(extents, piece_nbytes=PIECE_NBYTES))
         if pieces:
-            asyncio.run(self._load(pieces, _Checking(model, deliver)))
+            with self._runner() as runner:
+                runner.run(self._load(pieces, _Checking(model, deliver)))
+
+    def _runner(self) -> asyncio.Runner:
+        runner = asyncio.Runner()
+        try:
+            runner.get_loop()
+        except OSError as error:
+            raise ReadError(
+                path=self._model.path,
+                offset=0,
+                nbytes=0,
+                errno=error.errno or 0,
+                fact="no event loop can be made to read it with; raise `ulimit -n`",
+            ) from error
+        return runner
+
+    def _open(self, files: Sequence[Path]) -> ReadBackend:
+        first, second = self._names
+        try:
+            return self._open_named(first, files)
+        except BackendUnavailableError:
+            if second == first:
+                raise
+        return self._open_named(second, files)
 
     async def _load(self, pieces: Sequence[Piece], deliver: Deliver) -> None:
         model = self._model
