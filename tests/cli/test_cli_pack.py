@@ -199,3 +199,17 @@ def test_ctrl_c_removes_what_was_written_and_exits_with_130(source, tmp_path, mo
 def test_the_version_is_told():
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"tieredmoe {tieredmoe.__version__}\n")
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from tieredmoe.cli import main; main(['--version'])"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "cannot be written" in done.stderr

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 an error that the message explains, 2 wrong usage, 130 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,4 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="tieredmoe")
     except TieredMoEError as error:
         typer.echo(f"tieredmoe: {error}", err=True)
+        sys.exit(1)
+    except OSError as error:  # the library's own are above: this is the output's
+        typer.echo(f"tieredmoe: the output cannot be written: {error}", err=True)
+        # What is left in the buffer would fail again at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
