@@ -4,10 +4,8 @@ import asyncio
 import io
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,6 @@ import tieredmoe
 from tieredmoe.cli import main
 from tieredmoe.cli.app import app
 from tieredmoe.pack import mirror_pack, open_drives, open_pack, split_pack
-from tieredmoe.pack.progress import Reporter
 from tieredmoe.testing.tiny_container import StoredTensor, write_shards
 
 
@@ -66,13 +63,13 @@ def test_create_makes_a_pack(source, tmp_path):
     assert open_pack(tmp_path / "pack").spec.n_experts == 2
 
 
-def test_info_describes_a_pack(source, tmp_path):
+def test_inspect_describes_a_pack(source, tmp_path):
     run("create", source, tmp_path / "pack")
-    result = run("info", tmp_path / "pack")
+    result = run("inspect", tmp_path / "pack")
     assert result.exit_code == 0
     for fact in (
         "deepseek4",
-        "1 layers of 2 experts, top-1",
+        "1 layer (0) of 2 experts, top-1",
         "gate F32, up F32, down F32",
         "4,096",
     ):
@@ -80,21 +77,19 @@ def test_info_describes_a_pack(source, tmp_path):
     assert open_pack(tmp_path / "pack").manifest.source_digest.hex() in result.output
 
 
-def test_info_says_on_which_drives_a_pack_is(source, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
-
+def test_inspect_says_on_which_drives_a_pack_is(source, tmp_path):
     def rows(pack):
-        return [" ".join(row.split()) for row in run("info", pack).output.splitlines()]
+        return [" ".join(row.split()) for row in run("inspect", pack).output.splitlines()]
 
     pack, other = tmp_path / "pack", tmp_path / "other"
     run("create", source, pack)
     shutil.copytree(pack, other)
     asyncio.run(split_pack(pack, [tmp_path / "a", tmp_path / "b"]))
-    assert f"experts 3.1 kB split over {tmp_path / 'a'}, {tmp_path / 'b'}" in rows(pack)
+    assert any(row.endswith(f"split over {tmp_path / 'a'}, {tmp_path / 'b'}") for row in rows(pack))
     for name in ("c", "d"):
         asyncio.run(mirror_pack(other, tmp_path / name))
     shutil.rmtree(tmp_path / "d")
-    assert f"experts 3.1 kB a copy each in {other}, {tmp_path / 'c'}" in rows(other)
+    assert any(row.endswith(f"a copy each in {other}, {tmp_path / 'c'}") for row in rows(other))
     assert f"left out {tmp_path / 'd'}: does not exist" in rows(other)
     assert f"source digest {open_drives(other).manifest.source_digest.hex()}" in rows(other)
 
@@ -114,7 +109,7 @@ def test_verify_names_damage_and_exits_with_1(source, tmp_path):
     result = run("verify", tmp_path / "pack")
     assert result.exit_code == 1
     assert "layer 0, expert 1, gate" in result.output
-    assert "damaged in 1 place(s)" in result.output
+    assert "damaged in 1 place;" in result.output
 
 
 def test_a_source_that_is_not_there_is_one_line(capsys, tmp_path):
@@ -129,17 +124,17 @@ def test_an_existing_destination_is_one_line(capsys, source, tmp_path):
 
 
 def test_a_path_that_is_no_pack_is_one_line(capsys, tmp_path):
-    for command in ("info", "verify"):
+    for command in ("inspect", "verify"):
         assert "is not a pack" in fails(capsys, command, tmp_path)
 
 
-def test_info_describes_a_gguf_that_is_run_in_place(source):
-    result = run("info", source)
+def test_inspect_describes_a_gguf_that_is_run_in_place(source):
+    result = run("inspect", source)
     assert result.exit_code == 0
     for fact in (
         "deepseek4",
-        "1 layers of 2 experts, top-1",
-        "3.1 kB in 1 file(s), run in place",
+        "1 layer (0) of 2 experts, top-1",
+        "in 1 file, run in place",
         "24,576 bytes hold what is read",
         "gate F32, up F32, down F32",
         "none; a pack has them",
@@ -153,7 +148,14 @@ def test_verify_of_a_gguf_says_what_it_verifies(capsys, source):
 
 def test_the_command_as_a_process_ends_in_one_line_and_1(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-c", "from tieredmoe.cli import main; main()", "pack", "info", tmp_path],
+        [
+            sys.executable,
+            "-c",
+            "from tieredmoe.cli import main; main()",
+            "pack",
+            "inspect",
+            tmp_path,
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -172,28 +174,6 @@ def test_a_path_that_is_no_text_is_shown_by_its_bytes(source, tmp_path, monkeypa
     assert exit_.value.code == 0
     stdout.flush()
     assert b"/p\\udcff: " in stdout.buffer.getvalue()
-
-
-def test_ctrl_c_removes_what_was_written_and_exits_with_130(source, tmp_path, monkeypatch):
-    real_write, real_stop = os.pwrite, Reporter.stop
-    first, heard = iter([True]), threading.Event()
-
-    def write(*arguments):
-        if next(first, False):
-            os.kill(os.getpid(), signal.SIGINT)
-            assert heard.wait(10)
-        return real_write(*arguments)
-
-    def stop(reporter):
-        real_stop(reporter)
-        heard.set()
-
-    monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr(Reporter, "stop", stop)
-    monkeypatch.setattr("tieredmoe.pack.writer.CHUNK_NBYTES", 1024)
-    result = run("create", source, tmp_path / "pack")
-    assert result.exit_code == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_the_version_is_told():

@@ -178,6 +178,11 @@ def test_an_alignment_that_is_no_integer_is_refused(value_type, value):
             padded(header((), [entry("a", (8,)), entry("a", (8,), offset=32)])) + bytes(64),
             "tensor 'a' appears twice",
         ),
+        (padded(header((), [entry("", (8,))])) + bytes(32), "a tensor has no name"),
+        (
+            padded(header((), [entry(n, (8,), ggml_type=200) for n in "ab"])),
+            "tensor 'a' has the unknown type 200, and 1 more have",
+        ),
         (
             header([pair("k", V.UINT8, 1), pair("k", V.UINT8, 1)]),
             "metadata key 'k' appears twice",

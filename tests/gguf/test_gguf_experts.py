@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from tieredmoe.errors import GGUFError, MetadataError
-from tieredmoe.gguf import Metadata, TensorInfo, find_experts, open_inventory
+from tieredmoe.gguf import (
+    Metadata,
+    TensorInfo,
+    find_experts,
+    open_inventory,
+    predicting_layers,
+)
 from tieredmoe.testing.tiny_gguf import DeepSeekV4Shape, TypeMix, make_deepseek_v4
 
 Q = gguf.GGMLQuantizationType
@@ -128,8 +134,8 @@ def test_another_architecture_needs_no_code():
         (moe(up_1=None), "layer 1 lacks the up experts"),
         (moe(gate_0=None, up_0=None), "layer 0 lacks the gate and up experts"),
         (
-            moe(gate_0=None, up_0=None) | {"blk.0.ffn_gate_up_exps.weight": (E, 2 * F, H)},
-            "blk.0.ffn_gate_up_exps.weight fuses gate and up, which is not supported",
+            moe(gate_0=None, up_0=None) | {"blk.0.ffn_gate_up_exps.weight": (E, 2 * F + 1, H)},
+            "blk.0.ffn_gate_up_exps.weight has shape (8, 129, 128), not (experts, 2 rows, columns)",
         ),
         (moe(up_1=(4, F, H)), "blk.1.ffn_up_exps.weight holds 4 experts, not 8"),
         (moe(up_0=(E, 2 * F, H)), "layer 0: gate is (64, 128), but up is (128, 128)"),
@@ -147,6 +153,17 @@ def test_a_faulty_expert_tensor_is_named(tensors, fact):
 def test_an_impossible_top_k_is_named(top_k):
     fact = refusal(source(moe(), expert_used_count=top_k))
     assert f"deepseek4.expert_used_count is {top_k}, of 8 experts" in fact
+
+
+def test_what_no_manifest_could_say_is_refused_before_a_conversion():
+    many = {f"blk.0.ffn_{role}_exps.weight": (65537, 1, 1) for role in ("gate", "up", "down")}
+    assert "65537 experts in a layer; at most 65536" in refusal(source(many, expert_count=65537))
+    assert "general.architecture is empty" in refusal(source(moe(), architecture=""))
+
+
+def test_layers_of_prediction_are_those_beyond_the_count_or_with_tensors_of_it():
+    extra = {"blk.1.nextn.eh_proj.weight": (8,), "blk.7.attn_norm.weight": (8,)}
+    assert predicting_layers(source({**moe(), **extra})) == (1, 7)
 
 
 def test_every_fault_is_in_one_error():

@@ -88,10 +88,12 @@ def rebuild_source(pack: Path) -> dict[str, bytes]:
                 at += segment["nbytes"]
                 continue
             layer = layers[segment["layer"]]
-            (role,) = (role for role in layer["roles"] if role["name"] == segment["role"])
+            names = {"gate_up": ("gate", "up")}.get(segment["role"], (segment["role"],))
+            roles = [role for role in layer["roles"] if role["name"] in names]
             for expert in range(manifest["model"]["n_experts"]):
-                start = layer["start"] + expert * layer["stride"] + role["offset"]
-                rebuilt += experts[layer["file"]][start : start + role["nbytes"]]
+                for role in roles:
+                    start = layer["start"] + expert * layer["stride"] + role["offset"]
+                    rebuilt += experts[layer["file"]][start : start + role["nbytes"]]
         assert at == len(dense)
         sources[shard["name"]] = rebuilt
     return sources

@@ -97,7 +97,7 @@ def holding_packs(directory):
     [
         (lambda directory: None, "it is empty; a model is a pack's directory; a GGUF file"),
         (lambda directory: (directory / "x.txt").touch(), "a directory without one; a model is"),
-        (leftover, "a conversion that did not end; run `tieredmoe pack create` again"),
+        (leftover, "a conversion that did not end; go on with it by `tieredmoe pack create`"),
         (holding_packs, "it holds 2, name one of them: a, b$"),
     ],
 )

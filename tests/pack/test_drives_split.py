@@ -256,7 +256,7 @@ def test_every_directory_that_will_not_do_is_named(place):
 def test_drives_on_one_file_system_must_fit_together(place, monkeypatch):
     pack, _ = place
     nbytes = sum(file.stat().st_size for file in open_pack(pack).data_files)
-    monkeypatch.setattr("tieredmoe.pack.partial._free_nbytes", lambda _: nbytes - 1)
+    monkeypatch.setattr("tieredmoe.pack.partial.free_nbytes", lambda _: nbytes - 1)
     with pytest.raises(PackError, match=f"needs {nbytes:,} bytes, but .* has {nbytes - 1:,} free"):
         split(pack, pack.parent / "a", pack.parent / "b")
 

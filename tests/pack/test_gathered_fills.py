@@ -8,13 +8,13 @@ import pytest
 from small_moe import MIXED, make_small_moe
 
 from tieredmoe.backends.protocol import BackendInfo, ReadStats
+from tieredmoe.entry import READY
 from tieredmoe.errors import ClosedError, ExpertLoadError, ReadError
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.memory.protocol import Part
 from tieredmoe.pack import PackSource, open_virtual_pack
 from tieredmoe.pack.fills import arrange
 from tieredmoe.policies import make_policy
-from tieredmoe.residency import READY
 from tieredmoe.spec import ExpertKey
 from tieredmoe.testing import Fault, FaultPlan, SimDisk, host_arena, sim_run
 from tieredmoe.tier import Tier

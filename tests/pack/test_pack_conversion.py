@@ -6,6 +6,8 @@ import threading
 import tracemalloc
 from collections import defaultdict
 from itertools import pairwise
+from mmap import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,15 +18,18 @@ from small_moe import convert, make_small_moe, names, pack_files, rebuild_source
 
 from tieredmoe.errors import GGUFError, MetadataError, PackError
 from tieredmoe.gguf import open_inventory
-from tieredmoe.pack import PackProgress, create_pack, open_pack
+from tieredmoe.pack import PackProgress, create_pack, open_pack, planning
+from tieredmoe.pack import aligned_files as aligned_files_module
 from tieredmoe.pack import progress as progress_module
+from tieredmoe.pack import stream_copy as stream_copy_module
 from tieredmoe.pack import writer as writer_module
+from tieredmoe.pack.source_files import SourceFiles
+from tieredmoe.spec import PAGE_NBYTES
 
 # --- once -------------------------------------------------------------------------------------
 
 
-def test_source_bytes_are_read_once_and_pack_bytes_written_once(model, tmp_path, monkeypatch):
-    inventory = open_inventory(model.paths[0])
+def test_source_pages_are_read_once_and_pack_pages_written_once(model, tmp_path, monkeypatch):
     touched = {"preadv": defaultdict(list), "pwrite": defaultdict(list)}
 
     def recording(function):
@@ -32,44 +37,46 @@ def test_source_bytes_are_read_once_and_pack_bytes_written_once(model, tmp_path,
 
         def recorded(fd, data, offset):
             n = real(fd, data, offset)
-            touched[function][os.fstat(fd).st_ino].append((offset, offset + n))
+            touched[function][str(Path(f"/proc/self/fd/{fd}").readlink())].append(
+                (offset, offset + n)
+            )
             return n
 
         monkeypatch.setattr(os, function, recorded)
 
-    # The final check reads a few bytes of the pack; it is not part of the copy.
+    inventory = open_inventory(model.paths[0])
+    # The headers' digests and the final check read a few bytes more; they are not the copy.
     monkeypatch.setattr(writer_module, "open_pack", lambda _: None)
+    monkeypatch.setattr(SourceFiles, "header_digest", lambda *_: bytes(16))
     recording("preadv")
     recording("pwrite")
     report = asyncio.run(create_pack(inventory, tmp_path / "pack"))
 
-    sizes = {path.stat().st_ino: path.stat().st_size for path in model.paths}
-    assert touched["preadv"].keys() == sizes.keys()
-    for inode, ranges in touched["preadv"].items():
+    for path in model.paths:
+        ranges = sorted(touched["preadv"][str(path)])
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == path.stat().st_size
+        # Two runs may share a page, and no more than that.
+        assert all(b[0] <= a[1] <= b[0] + PAGE_NBYTES for a, b in pairwise(ranges))
+    data_files = {p: r for p, r in touched["pwrite"].items() if p.endswith(".bin")}
+    for path, ranges in data_files.items():
         ranges.sort()
-        assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
-        assert ranges[-1][1] == sizes[inode]
-    for ranges in touched["pwrite"].values():
-        ranges.sort()
-        assert all(a[1] <= b[0] for a, b in pairwise(ranges))
-    n_written = sum(end - begin for of in touched["pwrite"].values() for begin, end in of)
-    assert report.source_read_nbytes == sum(sizes.values())
-    assert report.written_nbytes == n_written
+        assert all(a[1] == b[0] for a, b in pairwise(ranges)), path
+        assert all(begin % PAGE_NBYTES == end % PAGE_NBYTES == 0 for begin, end in ranges)
+    assert report.source_read_nbytes == sum(path.stat().st_size for path in model.paths)
 
 
 def test_the_report_accounts_for_every_byte_of_the_pack(model, tmp_path):
     report = convert(model, tmp_path / "pack")
-    pack = open_pack(tmp_path / "pack")
-    padding = sum(
-        pack.spec.n_experts * (layout.stride - layout.payload_nbytes)
-        for layout in pack.spec.layouts.values()
-    )
-    n_files = sum(map(len, pack_files(tmp_path / "pack").values()))
-    assert report.zero_nbytes == padding
-    assert report.written_nbytes + padding == n_files
+    layout = open_pack(tmp_path / "pack").manifest.layout
+    n_manifest = (tmp_path / "pack" / "manifest.json").stat().st_size
+    pages = sum(-(-file.nbytes // PAGE_NBYTES) * PAGE_NBYTES for file in layout.files)
+    assert report.written_nbytes == pages + n_manifest
+    assert report.source_read_nbytes == layout.source_nbytes
+    assert (report.resumed_nbytes, report.reclaimed_nbytes) == (0, 0)
 
 
-def test_memory_stays_at_a_few_buffers(tmp_path):
+def test_memory_stays_at_a_few_buffers(tmp_path, monkeypatch):
     writer = GGUFWriter(tmp_path / "sparse.gguf", "deepseek4")
     for key, value in {"block_count": 1, "expert_count": 2, "expert_used_count": 1}.items():
         writer.add_uint32(f"deepseek4.{key}", value)
@@ -85,6 +92,10 @@ def test_memory_stays_at_a_few_buffers(tmp_path):
     writer.close()
     path = tmp_path / "sparse.gguf"
     os.truncate(path, -(-path.stat().st_size // 32) * 32 + 3 * nbytes)
+    mapped = []
+    monkeypatch.setattr(
+        aligned_files_module.mmap, "mmap", lambda *a, **k: mapped.append(a[1]) or mmap(*a, **k)
+    )
     tracemalloc.start()
     try:
         report = asyncio.run(create_pack(path, tmp_path / "pack"))
@@ -93,10 +104,11 @@ def test_memory_stays_at_a_few_buffers(tmp_path):
         tracemalloc.stop()
     assert report.source_read_nbytes > 150 << 20
     assert peak < 16 << 20
+    assert sum(mapped) < 128 << 20
 
 
-def test_progress_reaches_the_end_of_both_phases_in_the_loops_thread(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "CHUNK_NBYTES", 4096)
+def test_progress_reaches_the_end_in_the_loops_thread(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_copy_module, "WINDOW_NBYTES", 4096)
     monkeypatch.setattr(progress_module, "PROGRESS_INTERVAL_S", 0)
     seen, threads = [], set()
 
@@ -105,24 +117,21 @@ def test_progress_reaches_the_end_of_both_phases_in_the_loops_thread(model, tmp_
         threads.add(threading.current_thread())
 
     convert(model, tmp_path / "pack", progress=progress)
-    n_source = sum(path.stat().st_size for path in model.paths)
-    copied = [report.done_nbytes for report in seen if report.phase == "copy"]
+    n_data = open_pack(tmp_path / "pack").manifest.layout.data_nbytes
+    copied = [report.done_nbytes for report in seen]
     assert copied[0] == 0
-    assert copied[-1] == n_source
-    assert copied == sorted(copied)
+    assert max(copied) == n_data
     assert len(copied) > 5
-    assert {report.total_nbytes for report in seen if report.phase == "copy"} == {n_source}
-    assert seen[-1].phase == "sync"
-    assert seen[-1].done_nbytes == seen[-1].total_nbytes
+    assert {(report.phase, report.total_nbytes) for report in seen} == {("copy", n_data)}
     assert threads == {threading.main_thread()}
 
 
 def test_progress_is_bounded_in_rate(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "CHUNK_NBYTES", 512)
+    monkeypatch.setattr(stream_copy_module, "WINDOW_NBYTES", 4096)
     monkeypatch.setattr(progress_module, "PROGRESS_INTERVAL_S", 3600)
     seen = []
     convert(model, tmp_path / "pack", progress=seen.append)
-    assert [report.phase for report in seen] == ["copy", "copy", "sync"]
+    assert [report.done_nbytes for report in seen] == [0, seen[0].total_nbytes]
 
 
 # --- refused before a byte is written ---------------------------------------------------------
@@ -169,7 +178,7 @@ def test_the_space_asked_for_is_exactly_the_packs(model, tmp_path):
     convert(model, tmp_path / "pack")
     layout = open_pack(tmp_path / "pack").manifest.layout
     n_files = sum(map(len, pack_files(tmp_path / "pack").values()))
-    assert writer_module.pack_nbytes(layout) == n_files
+    assert planning.pack_nbytes(layout) == n_files
 
 
 def test_a_foreign_directory_in_the_way_is_refused_and_left_alone(model, tmp_path):

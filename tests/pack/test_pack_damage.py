@@ -9,7 +9,7 @@ from small_moe import flip, make_small_moe, pack_files
 
 from tieredmoe.errors import PackError
 from tieredmoe.pack import create_pack, open_pack, verify_pack
-from tieredmoe.pack import verify as verify_module
+from tieredmoe.pack import spans as spans_module
 from tieredmoe.spec import ExpertKey
 
 
@@ -84,7 +84,7 @@ def test_verify_names_padding_that_is_not_zero(pack):
 
 
 def test_verify_names_a_damaged_dense_tensor_across_reads(pack, monkeypatch):
-    monkeypatch.setattr(verify_module, "READ_NBYTES", 64)
+    monkeypatch.setattr(spans_module, "PIECE_NBYTES", 64)
     flip(pack / "dense-00000.bin", (pack / "dense-00000.bin").stat().st_size - 40)
     (damage,) = verified(pack)
     assert damage.what == "tensor output.weight"

@@ -14,7 +14,8 @@ from small_moe import MIXED, SHAPES, UNIFORM, make_small_moe, pack_files, rebuil
 
 from tieredmoe.gguf import open_inventory
 from tieredmoe.pack import create_pack, open_pack, verify_pack
-from tieredmoe.pack import writer as writer_module
+from tieredmoe.pack import stream_copy as stream_copy_module
+from tieredmoe.spec import PAGE_NBYTES
 
 LAYOUTS = {
     "one file": {},
@@ -123,14 +124,14 @@ def test_a_whole_deepseek_v4_file_is_rebuilt_and_read(tmp_path):
     n_shards=st.integers(1, 3),
     alignment=st.sampled_from([32, 64, 256]),
     trailing=st.binary(max_size=5),
-    chunk_nbytes=st.integers(700, 20_000),
+    n_pages=st.integers(1, 5),
     seed=st.integers(0, 9),
 )
-def test_any_model_survives_any_chunk_size(tmp_path_factory, chunk_nbytes, n_layers, **shape):
+def test_any_model_survives_any_window(tmp_path_factory, n_pages, n_layers, **shape):
     directory = tmp_path_factory.mktemp("any")
     model = make_small_moe(directory / "model.gguf", types=MIXED[:n_layers], **shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer_module, "CHUNK_NBYTES", chunk_nbytes)
+        patch.setattr(stream_copy_module, "WINDOW_NBYTES", n_pages * PAGE_NBYTES)
         asyncio.run(create_pack(model.paths[0], directory / "pack"))
     assert rebuild_source(directory / "pack") == model.files
     assert not asyncio.run(verify_pack(directory / "pack")).damage

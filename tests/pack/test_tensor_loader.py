@@ -71,6 +71,45 @@ def test_it_is_a_tensor_source(opened):
     assert np.array_equal(loader.read(DENSE[0]), opened.read(DENSE[0]))
 
 
+class Pins:
+    """Remembers what was registered, and whether it still was when bytes were delivered."""
+
+    def __init__(self):
+        self.n_open = 0
+        self.nbytes = []
+
+    def __call__(self, pool):
+        self.n_open += 1
+        self.nbytes.append(pool.nbytes)
+        return self
+
+    def close(self):
+        self.n_open -= 1
+
+
+def test_memory_is_registered_for_as_long_as_pieces_are_delivered(opened):
+    pins, seen = Pins(), []
+    kept = Kept(opened)
+
+    def deliver(name, start, data):
+        seen.append(pins.n_open)
+        kept(name, start, data)
+
+    loader = TensorLoader(opened, pin=pins)
+    loader.load(DENSE, deliver)
+    assert set(seen) == {1}
+    assert pins.n_open == 0
+    assert len(pins.nbytes) == 1
+    assert bytes(kept.data[DENSE[0]]) == opened.read(DENSE[0]).tobytes()
+
+    def fail(*_):
+        raise KeyError("no")
+
+    with pytest.raises(KeyError, match="no"):
+        loader.load(DENSE, fail)
+    assert pins.n_open == 0
+
+
 def test_nothing_asked_is_nothing_read(opened):
     TensorLoader(opened, backend="none such").load([], None)
 

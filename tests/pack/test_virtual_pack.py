@@ -202,7 +202,7 @@ def test_one_acquire_is_one_submission_of_three_reads_per_expert(tmp_path, slots
         top = chain(virtual, backend, slots)
         entries = top.try_admit([ExpertKey(1, e) for e in (3, 0, 2)])
         assert entries is not None
-        await top.drain()
+        await top.transfers.drain()
         await top.close()
         return backend.batches
 

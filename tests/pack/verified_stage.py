@@ -5,10 +5,10 @@ At every step of the loop, whatever is READY in any tier holds the bytes that we
 
 import asyncio
 
+from tieredmoe.entry import READY
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.pack import PackSource, VerifiedSource, open_pack
 from tieredmoe.policies import make_policy
-from tieredmoe.residency import READY
 from tieredmoe.spec import ROLES, ExpertKey
 from tieredmoe.testing import SimDisk, SimWorker, host_arena, sim_run
 from tieredmoe.tier import Tier
@@ -135,7 +135,7 @@ class Stage:
         assert not self.worker.n_running
         assert not self.hierarchy._leases.owners
         for tier in self.tiers:
-            assert not tier._n_transfers
+            assert not tier.transfers.n
             assert not tier._queue
             for entry in tier.residency.entries.values():
                 assert (entry.pins, entry.state) == (0, READY)
@@ -156,7 +156,7 @@ def play(scenario, path, **options):
         stage = Stage(path, **options)
         result = await scenario(stage)
         if not stage.hierarchy.top.closed:
-            await stage.until(lambda: not any(tier._n_transfers for tier in stage.tiers))
+            await stage.until(lambda: not any(tier.transfers.n for tier in stage.tiers))
             stage.at_rest()
             await stage.hierarchy.close()
         stage.at_rest()

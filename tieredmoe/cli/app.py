@@ -1,7 +1,4 @@
-"""The command's entry: sub-commands are added here, and errors end here, in one line each.
-
-Exit codes: 0 success, 1 an error that the message explains, 2 wrong usage, 130 interrupted.
-"""
+"""The command's entry: sub-commands are added here, and errors end here, in one line each."""
 
 from __future__ import annotations
 
@@ -15,7 +12,9 @@ import typer
 from tieredmoe._version import __version__
 from tieredmoe.cli.bench import app as bench_app
 from tieredmoe.cli.doctor import doctor
+from tieredmoe.cli.exit_codes import EXPLAINED, FAILED
 from tieredmoe.cli.pack import app as pack_app
+from tieredmoe.cli.replay import replay
 from tieredmoe.errors import TieredMoEError
 
 if TYPE_CHECKING:
@@ -24,13 +23,16 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="tieredmoe",
     help="Tiered memory for the routed experts of giant mixture-of-experts models.",
+    epilog=EXPLAINED,
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # so the paragraphs of a docstring flow
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
 app.add_typer(pack_app, name="pack")
 app.add_typer(bench_app, name="bench")
 app.command()(doctor)
+app.command()(replay)
 
 
 @app.callback()
@@ -53,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="tieredmoe")
     except TieredMoEError as error:
         typer.echo(f"tieredmoe: {error}", err=True)
-        sys.exit(1)
+        sys.exit(FAILED)
     except OSError as error:  # the library's own are above: this is the output's
         typer.echo(f"tieredmoe: the output cannot be written: {error}", err=True)
         # What is left in the buffer would fail again at the interpreter's end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(FAILED)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from tieredmoe.adapters.registry import adapter_for
 from tieredmoe.adapters.tokenizer import Tokenizer
 from tieredmoe.budget import available_host_nbytes, format_size
-from tieredmoe.chain import plan
 from tieredmoe.cli.findings import Finding, note, ok, problem
 from tieredmoe.errors import TieredMoEError
+from tieredmoe.tier_plan import plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """GGUF files: headers, sets of shards, tolerant metadata, routed experts."""
 
-from tieredmoe.gguf.experts import ExpertTensors, Slab, find_experts
+from tieredmoe.gguf.experts import ExpertTensors, Slab, find_experts, predicting_layers
 from tieredmoe.gguf.header import GGUFHeader, parse_header, read_header
 from tieredmoe.gguf.inventory import GGUFInventory, ShardInfo, merge_headers, open_inventory
 from tieredmoe.gguf.metadata import Metadata, MetadataReader
@@ -20,5 +20,6 @@ __all__ = [
     "merge_headers",
     "open_inventory",
     "parse_header",
+    "predicting_layers",
     "read_header",
 ]

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 N_DIMS_MAX = 4
 """ggml tensors have at most four dimensions."""
 
+GIVEN_UP_MAGIC = b"HOLE"
+"""The first bytes of a file whose tensors are being moved into a pack: it has holes by now.
+
+Every program that reads GGUF refuses it so; with the real magic, zeros would pass for weights.
+"""
+
+MAGIC = GGUF_MAGIC.to_bytes(4, "little")
 _VERSIONS = (2, 3)
-_MAGIC = GGUF_MAGIC.to_bytes(4, "little")
 _READ_NBYTES = 1 << 20
 _BLOCKS: Mapping[int, tuple[int, int]] = MappingProxyType(
     {int(ggml_type): sizes for ggml_type, sizes in GGML_QUANT_SIZES.items()}
@@ -74,8 +80,11 @@ def read_header(path: Path | str) -> GGUFHeader:
     return load_header(Path(path))[0]
 
 
-def load_header(path: Path) -> tuple[GGUFHeader, os.stat_result]:
-    """``read_header``, with the status of the very file that was read."""
+def load_header(path: Path, *, given_up: bool = False) -> tuple[GGUFHeader, os.stat_result]:
+    """``read_header``, with the status of the very file that was read.
+
+    With ``given_up`` the header of a file that has holes is read like any other's.
+    """
     with opened(path) as (fd, status):
         buffer = bytearray()
 
@@ -84,6 +93,8 @@ def load_header(path: Path) -> tuple[GGUFHeader, os.stat_result]:
             piece = bytearray(min(n_target, status.st_size) - len(buffer))
             read_exactly(fd, memoryview(piece), offset=len(buffer), path=path)
             buffer.extend(piece)
+            if given_up and buffer.startswith(GIVEN_UP_MAGIC):
+                buffer[: len(MAGIC)] = MAGIC
 
         return _walk(Cursor(path, buffer, file_nbytes=status.st_size, extend=extend)), status
 
@@ -94,7 +105,7 @@ def _walk(cursor: Cursor) -> GGUFHeader:
     n_pairs = cursor.count("number of metadata keys", item_nbytes_min=_PAIR_NBYTES_MIN)
     metadata = _metadata(cursor, n_pairs)
     alignment = _alignment(cursor.path, metadata)
-    relative = [_tensor(cursor) for _ in range(n_tensors)]
+    relative = _tensors(cursor, n_tensors)
     data_offset = -(-cursor.position // alignment) * alignment
     tensors = tuple(attrs.evolve(info, offset=data_offset + info.offset) for info in relative)
     header = GGUFHeader(
@@ -106,10 +117,17 @@ def _walk(cursor: Cursor) -> GGUFHeader:
 
 
 def _version(cursor: Cursor) -> int:
-    if cursor.file_nbytes < len(_MAGIC):
+    if cursor.file_nbytes < len(MAGIC):
         raise GGUFError(cursor.path, f"is not a GGUF file: it has only {cursor.file_nbytes} bytes")
-    magic = bytes(cursor.take(len(_MAGIC), "magic"))
-    if magic != _MAGIC:
+    magic = bytes(cursor.take(len(MAGIC), "magic"))
+    if magic == GIVEN_UP_MAGIC:
+        raise GGUFError(
+            cursor.path,
+            "is being given up for a pack, and parts of it are only there by now: finish with "
+            "`tieredmoe pack create … --reclaim-source`, or get it back with `tieredmoe pack "
+            "rollback`",
+        )
+    if magic != MAGIC:
         raise GGUFError(cursor.path, f"is not a GGUF file: it starts with {magic!r}")
     version = cursor.u32("version")
     if version in _VERSIONS:
@@ -142,8 +160,24 @@ def _alignment(path: Path, metadata: Mapping[str, object]) -> int:
     return value
 
 
-def _tensor(cursor: Cursor) -> TensorInfo:
-    """The next tensor; its offset counts from the start of the data, as in the file."""
+def _tensors(cursor: Cursor, n_tensors: int) -> list[TensorInfo]:
+    """All tensors; offsets count from the start of the data, as in the file.
+
+    Types that are not known are told of together, since their names all have one remedy.
+    """
+    unknown: dict[int, list[str]] = {}
+    tensors = [_tensor(cursor, unknown) for _ in range(n_tensors)]
+    if unknown:
+        facts = []
+        for ggml_type, names in sorted(unknown.items()):
+            more = f", and {len(names) - 1} more have" if len(names) > 1 else ""
+            facts.append(f"tensor {names[0]!r} has the unknown type {ggml_type}{more}")
+        raise GGUFError(cursor.path, *facts)
+    return tensors
+
+
+def _tensor(cursor: Cursor, unknown: dict[int, list[str]]) -> TensorInfo:
+    """The next tensor; one whose type is not known has no bytes, and is added to ``unknown``."""
     name = cursor.string("a tensor name")
     n_dims = cursor.u32(f"number of dimensions of tensor {name!r}")
     if n_dims > N_DIMS_MAX:
@@ -153,8 +187,10 @@ def _tensor(cursor: Cursor) -> TensorInfo:
     ne = [cursor.u64(f"shape of tensor {name!r}") for _ in range(n_dims)]
     ggml_type = cursor.u32(f"type of tensor {name!r}")
     offset = cursor.u64(f"offset of tensor {name!r}")
+    shape = tuple(reversed(ne))
     if ggml_type not in _BLOCKS:
-        raise GGUFError(cursor.path, f"tensor {name!r} has the unknown type {ggml_type}")
+        unknown.setdefault(ggml_type, []).append(name)
+        return TensorInfo(name, ggml_type, shape, 0, 0, offset)
     n_block, block_nbytes = _BLOCKS[ggml_type]
     n_row = ne[0] if ne else 1
     if n_row % n_block:
@@ -164,12 +200,14 @@ def _tensor(cursor: Cursor) -> TensorInfo:
             f"block of its type {ggml_type}",
         )
     nbytes = prod(ne) // n_block * block_nbytes
-    return TensorInfo(name, ggml_type, tuple(reversed(ne)), nbytes, 0, offset)
+    return TensorInfo(name, ggml_type, shape, nbytes, 0, offset)
 
 
 def _check_names(header: GGUFHeader) -> None:
     seen: set[str] = set()
     for info in header.tensors:
+        if not info.name:
+            raise GGUFError(header.path, "a tensor has no name")
         if info.name in seen:
             raise GGUFError(header.path, f"tensor {info.name!r} appears twice")
         seen.add(info.name)

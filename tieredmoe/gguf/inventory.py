@@ -91,18 +91,19 @@ class GGUFInventory:
         return data
 
 
-def open_inventory(path: Path | str) -> GGUFInventory:
+def open_inventory(path: Path | str, *, given_up: bool = False) -> GGUFInventory:
     """The model that ``path`` belongs to: a file, any one shard of a set, or a model's directory.
 
     Reads headers only. Raises one ``GGUFError`` with every problem of the set; a total of tensors
-    that is not what the headers list is a warning.
+    that is not what the headers list is a warning. With ``given_up``, files whose tensors are being
+    moved into a pack are opened too: their headers are whole, the rest of them need not be.
     """
     path = Path(path)
     paths = shard_paths(path)
-    headers, shards, problems = _load(paths)
+    headers, shards, problems = _load(paths, given_up=given_up)
     problems += _set_problems(headers, len(paths))
     if problems:
-        raise GGUFError(path, "; ".join(problems))
+        raise GGUFError(path, *problems)
     metadata, tensors = _merged(list(headers.values()))
     _warn_of_total(path, _claimed_totals(headers), len(tensors))
     return GGUFInventory(tuple(shards), metadata, MappingProxyType(tensors))
@@ -116,12 +117,12 @@ def merge_headers(headers: Sequence[GGUFHeader]) -> tuple[Metadata, dict[str, Te
     """
     problems = _set_problems(dict(enumerate(headers)), len(headers))
     if problems:
-        raise GGUFError(headers[0].path, "; ".join(problems))
+        raise GGUFError(headers[0].path, *problems)
     return _merged(headers)
 
 
 def _load(
-    paths: Sequence[Path],
+    paths: Sequence[Path], *, given_up: bool
 ) -> tuple[dict[int, GGUFHeader], list[ShardInfo], list[str]]:
     """Headers by position in the set, what to know of their files, and which could not be read."""
     headers: dict[int, GGUFHeader] = {}
@@ -130,7 +131,7 @@ def _load(
     problems: list[str] = []
     for index, path in enumerate(paths):
         try:
-            header, status = load_header(path)
+            header, status = load_header(path, given_up=given_up)
         except GGUFError as error:
             if len(paths) == 1:
                 raise

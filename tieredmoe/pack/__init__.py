@@ -5,10 +5,12 @@ from tieredmoe.pack.drive_speed import measure_drive
 from tieredmoe.pack.drive_verify import verify_drives
 from tieredmoe.pack.drives import DrivesPack, has_drives, open_drives
 from tieredmoe.pack.foreign import ForeignPack, open_foreign_pack, verify_foreign_pack
+from tieredmoe.pack.inspection import Inspection, inspect_model
 from tieredmoe.pack.layout import Extent
 from tieredmoe.pack.manifest import Manifest
 from tieredmoe.pack.mirror import mirror_pack
 from tieredmoe.pack.opening import open_checkpoint
+from tieredmoe.pack.preflight import Preflight, check_conversion
 from tieredmoe.pack.progress import PackProgress
 from tieredmoe.pack.reader import Pack, open_pack
 from tieredmoe.pack.records import (
@@ -20,6 +22,8 @@ from tieredmoe.pack.records import (
     spec_as_read,
 )
 from tieredmoe.pack.repair import GGUFRepair, open_repair
+from tieredmoe.pack.restore import RestoreReport, restore_pack
+from tieredmoe.pack.rollback import RollbackReport, rollback_pack
 from tieredmoe.pack.source import PackSource
 from tieredmoe.pack.split import split_pack
 from tieredmoe.pack.threads import VerifyThreads
@@ -39,18 +43,24 @@ __all__ = [
     "Extents",
     "ForeignPack",
     "GGUFRepair",
+    "Inspection",
     "Manifest",
     "Pack",
     "PackProgress",
     "PackSource",
+    "Preflight",
     "Records",
+    "RestoreReport",
+    "RollbackReport",
     "VerifiedSource",
     "VerifyReport",
     "VerifyThreads",
     "VirtualPack",
     "attach_drives",
+    "check_conversion",
     "create_pack",
     "has_drives",
+    "inspect_model",
     "measure_drive",
     "mirror_pack",
     "open_checkpoint",
@@ -59,6 +69,8 @@ __all__ = [
     "open_pack",
     "open_repair",
     "open_virtual_pack",
+    "restore_pack",
+    "rollback_pack",
     "spec_as_read",
     "split_pack",
     "verify_drives",

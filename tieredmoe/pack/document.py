@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from tieredmoe.gguf.experts import N_EXPERTS_MAX
 from tieredmoe.pack.layout import (
+    FUSED_ROLES,
     DataFile,
     PackLayout,
     Placement,
@@ -21,6 +23,7 @@ from tieredmoe.pack.layout import (
     ShardLayout,
     SlabRole,
     layer_nbytes,
+    slab_runs,
 )
 from tieredmoe.pack.manifest import DIGEST_NBYTES, MANIFEST_NAME, Manifest
 from tieredmoe.pack.sealed import seal, unseal
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 
 FORMAT_NAME = "tieredmoe-pack"
 FORMAT_VERSION = 1
-N_EXPERTS_MAX = 1 << 16
 LAYER_MAX = 1 << 16
 
 _TOP = ("digest", "format", "version", "model", "source_digest", "expert_files", "layers", "shards")
@@ -199,8 +201,10 @@ def _load_segment(field: Field, n_experts: int) -> tuple[Segment, bytes]:
     if "layer" in members or "role" in members:
         members = field.members("nbytes", "digests", "tensor", "layer", "role")
         slabs = SlabRole(members["layer"].integer(), members["role"].text())
+        if slabs.role not in {*ROLES, *FUSED_ROLES}:
+            members["role"].fail(f"must be one of {', '.join([*ROLES, *FUSED_ROLES])}")
     tensor = members["tensor"].text() if "tensor" in members else None
-    n_pieces = 1 if slabs is None else n_experts
+    n_pieces = 1 if slabs is None else n_experts * len(slabs.roles)
     digests = members["digests"].hex_bytes(n_pieces * DIGEST_NBYTES)
     return Segment(members["nbytes"].integer(minimum=1), tensor, slabs), digests
 
@@ -233,18 +237,20 @@ def _check_expert_files(fields: dict[str, Field], layout: PackLayout) -> None:
 
 def _check_slabs(fields: dict[str, Field], layout: PackLayout) -> None:
     """Each (layer, role) is in exactly one segment, of the size of its slabs."""
-    found = [
-        (segment.slabs, segment.nbytes)
-        for shard in layout.shards
-        for segment in shard.segments
+    segments = [segment for shard in layout.shards for segment in shard.segments]
+    found = Counter(
+        (segment.slabs.layer, role)
+        for segment in segments
         if segment.slabs is not None
-    ]
-    expected = {
-        SlabRole(layer, role.name): role.nbytes * layout.spec.n_experts
-        for layer, experts in layout.spec.layouts.items()
-        for role in experts.roles
-    }
-    if len(found) != len(expected) or dict(found) != expected:
+        for role in segment.slabs.roles
+    )
+    expected = {(layer, role): 1 for layer in layout.spec.layouts for role in ROLES}
+    if found != expected or any(
+        segment.nbytes != layout.spec.n_experts * slab_runs(experts, segment.slabs)[0].step
+        for segment in segments
+        if segment.slabs is not None
+        for experts in [layout.spec.layouts[segment.slabs.layer]]
+    ):
         fields["shards"].fail("must hold each layer's roles once, in segments of their size")
 
 

@@ -7,67 +7,79 @@ drive's is what the file system supplies and nothing reads it.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+import attrs
 
 from tieredmoe.pack.drive_index import INDEX_NAME
 from tieredmoe.pack.drives import DrivesPack, open_drives
 from tieredmoe.pack.progress import PackProgress, Reporter, run_in_thread
-from tieredmoe.pack.record_copy import Run, dense_runs, find_damage, record_runs
-from tieredmoe.pack.verify import Damage, VerifyReport
+from tieredmoe.pack.verify import (
+    Damage,
+    VerifyReport,
+    check_sample,
+    dense_spans,
+    record_spans,
+    settled,
+    verify_spans,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tieredmoe.pack.layout import Extent
+    from tieredmoe.pack.spans import Span
     from tieredmoe.spec import ExpertKey
 
 
 async def verify_drives(
-    path: Path | str, *, progress: Callable[[PackProgress], None] | None = None
+    path: Path | str,
+    *,
+    sample: int | None = None,
+    seed: int | None = None,
+    progress: Callable[[PackProgress], None] | None = None,
 ) -> VerifyReport:
     """Every byte on every drive compared with its digest, all damage named; of a mirror each copy.
 
-    Raises ``PackError`` for a pack that does not even open. Cancelling stops within a run of bytes.
+    ``sample``, ``seed`` and memory are as for ``verify_pack``. Raises ``PackError`` for a pack that
+    does not even open. Cancelling stops within a few records.
     """
-    return await run_in_thread(partial(_verify, Path(path)), progress)
+    check_sample(sample)
+    return await run_in_thread(partial(_verify, settled(path), sample, seed), progress)
 
 
-def _verify(path: Path, reporter: Reporter) -> VerifyReport:
+def _verify(path: Path, sample: int | None, seed: int | None, reporter: Reporter) -> VerifyReport:
     pack = open_drives(path)
-    files, runs = _mirrored(pack) if pack.placement is None else _split(pack)
-    total = sum(run.nbytes for run in runs)
+    is_mirror = pack.placement is None
+    files = _copied_files(pack) if is_mirror else [*pack.data_files, *pack.tensor_files]
+    spans = partial(_copied if is_mirror else _split, pack)
+    report = verify_spans(files, spans, reporter, sample=sample, seed=seed)
     left_out = [
         Damage(pack.path / INDEX_NAME, 0, 0, "a copy", f"is left out: {fact}")
         for fact in pack.left_out
     ]
-    damage = find_damage(runs, files, reporter, total_nbytes=total)
-    return VerifyReport(total, (*left_out, *damage))
+    return attrs.evolve(report, damage=(*left_out, *report.damage))
 
 
-def _split(pack: DrivesPack) -> tuple[list[Path], list[Run]]:
-    keys = sorted(pack.spec.keys(), key=pack.locate)
-    runs = [
-        *record_runs(pack.manifest, pack.locate, pack.locate, keys),
-        *dense_runs(pack.manifest, len(pack.data_files)),
-    ]
-    return [*pack.data_files, *pack.tensor_files], runs
+def _split(pack: DrivesPack) -> Iterator[Span]:
+    yield from record_spans(pack.manifest, pack.locate, zero_padding=False)
+    yield from dense_spans(pack.manifest, len(pack.data_files))
 
 
-def _mirrored(pack: DrivesPack) -> tuple[list[Path], list[Run]]:
-    """All files of all copies; the dense files of the pack's own directory come once."""
+def _copied_files(pack: DrivesPack) -> list[Path]:
+    """All files of all copies."""
+    return [copy / file.name for copy in pack.drives for file in pack.manifest.layout.files]
+
+
+def _copied(pack: DrivesPack) -> Iterator[Span]:
     layout = pack.manifest.layout
-    keys = sorted(pack.spec.keys(), key=pack.locate)
-    files: list[Path] = []
-    runs: list[Run] = []
-    for copy in pack.drives:
-        first = len(files)
+    for number in range(len(pack.drives)):
+        first = number * len(layout.files)
 
         def locate(key: ExpertKey, first: int = first) -> Extent:
             where = pack.locate(key)
             return where._replace(file_index=first + where.file_index)
 
-        files += [copy / file.name for file in layout.files]
-        runs += record_runs(pack.manifest, locate, locate, keys)
-        runs += dense_runs(pack.manifest, first + len(layout.expert_files))
-    return files, runs
+        yield from record_spans(pack.manifest, locate, zero_padding=False)
+        yield from dense_spans(pack.manifest, first + len(layout.expert_files))

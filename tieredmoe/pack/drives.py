@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,7 +34,7 @@ from tieredmoe.pack.drive_index import (
     read_part,
     split_parts,
 )
-from tieredmoe.pack.layout import DataFile, Extent
+from tieredmoe.pack.layout import DataFile, Extent, slab_runs
 from tieredmoe.pack.manifest import DIGEST_NBYTES, MANIFEST_NAME, digest_of
 from tieredmoe.pack.placement import SplitPlacement, place_experts
 from tieredmoe.pack.reader import Pack, as_pack_errors, header_problems, read_headers, read_manifest
@@ -184,15 +185,16 @@ class DrivesPack:
             return self.pack.read(name)
         data = np.empty(self.tensors[name].nbytes, dtype=np.uint8)
         digests = self.manifest.tensor_digests[name]
-        layer, role_name = stored.slabs
-        role = self.spec.layouts[layer].by_name[role_name]
-        for expert in range(self.spec.n_experts):
+        layer = stored.slabs.layer
+        runs = slab_runs(self.spec.layouts[layer], stored.slabs)
+        for i, (expert, run) in enumerate(product(range(self.spec.n_experts), runs)):
             where = self.locate(ExpertKey(layer, expert))
             path = self.data_files[where.file_index]
-            target = data.data[expert * role.nbytes : (expert + 1) * role.nbytes]
+            start = expert * run.step + run.offset
+            target = data.data[start : start + run.role.nbytes]
             with as_pack_errors(), opened(path) as (fd, _):
-                read_exactly(fd, target, offset=where.offset + role.offset, path=path)
-            begin = expert * DIGEST_NBYTES
+                read_exactly(fd, target, offset=where.offset + run.role.offset, path=path)
+            begin = i * DIGEST_NBYTES
             if digest_of(target) != digests[begin : begin + DIGEST_NBYTES]:
                 raise PackError(
                     path, f"is damaged: tensor {name!r}, expert {expert}, is not what was packed"

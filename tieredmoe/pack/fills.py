@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tieredmoe.errors import ClosedError
+from tieredmoe.spec import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,10 @@ class ReadFill:
         self._backend = backend
         self.done = read
 
+    def promote(self) -> None:
+        """Let the read wait as demand, if it waits."""
+        self._backend.promote(self.done)
+
     def drop_if_queued(self) -> bool:
         """True if the backend had not started the read and now never will."""
         return self._backend.drop(self.done)
@@ -41,7 +46,16 @@ class GatheredFill:
     of each read, with its length and its future.
     """
 
-    __slots__ = ("_arrange", "_backend", "_error", "_n_reads", "_on_read", "_reads", "done")
+    __slots__ = (
+        "_arrange",
+        "_backend",
+        "_error",
+        "_n_reads",
+        "_on_read",
+        "_priority",
+        "_reads",
+        "done",
+    )
 
     def __init__(
         self,
@@ -51,8 +65,10 @@ class GatheredFill:
         *,
         arrange: Callable[[], None] | None,
         on_read: Callable[[int, asyncio.Future[None]], None],
+        priority: Priority = Priority.DEMAND,
     ) -> None:
         self._backend = backend
+        self._priority = priority
         self._arrange = arrange
         self._on_read = on_read
         self._n_reads = len(reads)
@@ -60,6 +76,12 @@ class GatheredFill:
         self._error: BaseException | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._follow(ops, reads)
+
+    def promote(self) -> None:
+        """Let those of the reads that wait, wait as demand."""
+        self._priority = Priority.DEMAND
+        for read in self._reads:
+            self._backend.promote(read)
 
     def drop_if_queued(self) -> bool:
         """True if no read had started: then none ever will. Else False, and all will be read.
@@ -80,7 +102,7 @@ class GatheredFill:
             return True
         if dropped:
             try:
-                self._follow(dropped, self._backend.submit(dropped))
+                self._follow(dropped, self._backend.submit(dropped, priority=self._priority))
             except Exception as error:  # noqa: BLE001 (it reaches every waiter, with those running)
                 self._error = error
         return False

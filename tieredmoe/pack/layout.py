@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from tieredmoe.gguf.tensors import TensorInfo
-    from tieredmoe.spec import MoESpec
+    from tieredmoe.spec import ExpertLayout, MoESpec, RoleSpec
 
 
 class Extent(NamedTuple):
@@ -37,42 +37,36 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class Piece(NamedTuple):
-    """A run of bytes with one digest: a header, a dense tensor, padding, or one expert's slab.
-
-    It lies at ``source_offset`` of its shard and at ``offset`` of file ``file_index`` of the pack.
-    """
-
-    source_offset: int
-    nbytes: int
-    file_index: int
-    offset: int
-
-
-class Cut(NamedTuple):
-    """The part ``[begin, end)`` of a chunk that goes to one place; ``last`` ends its piece."""
-
-    begin: int
-    end: int
-    file_index: int
-    offset: int
-    last: bool
-
-
-class Chunk(NamedTuple):
-    """A contiguous run of one shard, small enough for a buffer, and where its parts go."""
-
-    shard_index: int
-    source_offset: int
-    nbytes: int
-    cuts: tuple[Cut, ...]
+FUSED_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType({"gate_up": ("gate", "up")})
+"""Tensors that hold two roles of each expert, one after the other, as a record does."""
 
 
 class SlabRole(NamedTuple):
-    """Says that a segment holds all experts' slabs of one role of one layer."""
+    """Says that a segment holds all experts' slabs of a role of one layer, or of fused roles."""
 
     layer: int
     role: str
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles whose slabs alternate in the segment: one, as a rule."""
+        return FUSED_ROLES.get(self.role, (self.role,))
+
+
+class SlabRun(NamedTuple):
+    """Expert ``e``'s slab of ``role`` begins at ``offset + e * step`` of its segment."""
+
+    role: RoleSpec
+    offset: int
+    step: int
+
+
+def slab_runs(experts: ExpertLayout, slabs: SlabRole) -> tuple[SlabRun, ...]:
+    """Where the slabs of a segment lie in it, role by role."""
+    roles = [experts.by_name[name] for name in slabs.roles]
+    step = sum(role.nbytes for role in roles)
+    first = roles[0].offset
+    return tuple(SlabRun(role, role.offset - first, step) for role in roles)
 
 
 class StoredTensor(NamedTuple):
@@ -108,8 +102,8 @@ class Placement:
 class Segment:
     """A run of a shard's bytes. Without ``tensor`` it is padding (or, if first, the header).
 
-    ``slabs`` is set when the tensor holds routed experts: then it is one slab per expert, end to
-    end, and each slab is a piece of its own; any other segment is one piece.
+    ``slabs`` is set when the tensor holds routed experts: then it is one slab per expert, or one of
+    each fused role, end to end, and each slab is a piece by itself; any other segment is one piece.
     """
 
     nbytes: int
@@ -138,7 +132,7 @@ class PackLayout:
 
     @cached_property
     def files(self) -> tuple[DataFile, ...]:
-        """Every data file: expert files first (a ``Piece``'s file index counts in here)."""
+        """Every data file: expert files first (a ``Unit``'s file index counts in here)."""
         return self.expert_files + tuple(shard.dense_file for shard in self.shards)
 
     @cached_property
@@ -153,7 +147,7 @@ class PackLayout:
 
     def n_pieces(self, segment: Segment) -> int:
         """How many pieces, and so digests, a segment has."""
-        return 1 if segment.slabs is None else self.spec.n_experts
+        return 1 if segment.slabs is None else self.spec.n_experts * len(segment.slabs.roles)
 
     @cached_property
     def addresses(self) -> Mapping[int, Extent]:
@@ -186,54 +180,18 @@ class PackLayout:
         return MappingProxyType(stored)
 
     def tensor_extents(self, name: str) -> Iterator[Extent]:
-        """Where the bytes of one tensor lie, in their order: one extent, or one per expert."""
+        """Where the bytes of one tensor lie, in their order: one extent, or one per slab."""
         stored = self.tensors[name]
         if stored.slabs is None:
             file_index = len(self.expert_files) + stored.shard_index
             yield Extent(file_index, stored.dense_offset, stored.nbytes)
             return
-        layer, role_name = stored.slabs
-        role = self.spec.layouts[layer].by_name[role_name]
+        layer = stored.slabs.layer
+        runs = slab_runs(self.spec.layouts[layer], stored.slabs)
         for expert in range(self.spec.n_experts):
             record = self.record(ExpertKey(layer, expert))
-            yield Extent(record.file_index, record.offset + role.offset, role.nbytes)
-
-    def pieces(self, shard_index: int) -> Iterator[Piece]:
-        """The pieces that tile one shard, in file order."""
-        dense_index = len(self.expert_files) + shard_index
-        source_offset = dense_offset = 0
-        for segment in self.shards[shard_index].segments:
-            if segment.slabs is None:
-                yield Piece(source_offset, segment.nbytes, dense_index, dense_offset)
-                source_offset += segment.nbytes
-                dense_offset += segment.nbytes
-                continue
-            layout = self.spec.layouts[segment.slabs.layer]
-            role = layout.by_name[segment.slabs.role]
-            placement = self.placements[segment.slabs.layer]
-            offset = placement.start + role.offset
-            for _ in range(self.spec.n_experts):
-                yield Piece(source_offset, role.nbytes, placement.file_index, offset)
-                source_offset += role.nbytes
-                offset += layout.stride
-
-    def chunks(self, chunk_nbytes: int) -> Iterator[Chunk]:
-        """Every source byte once, shard by shard in file order, in runs of at most a chunk."""
-        for shard_index, shard in enumerate(self.shards):
-            chunk_offset, fill, cuts = 0, 0, list[Cut]()
-            for piece in self.pieces(shard_index):
-                done = 0
-                while done < piece.nbytes:
-                    part = min(piece.nbytes - done, chunk_nbytes - fill)
-                    last = done + part == piece.nbytes
-                    cuts.append(
-                        Cut(fill, fill + part, piece.file_index, piece.offset + done, last=last)
-                    )
-                    done += part
-                    fill += part
-                    if fill == chunk_nbytes or chunk_offset + fill == shard.nbytes:
-                        yield Chunk(shard_index, chunk_offset, fill, tuple(cuts))
-                        chunk_offset, fill, cuts = chunk_offset + fill, 0, []
+            for run in runs:
+                yield Extent(record.file_index, record.offset + run.role.offset, run.role.nbytes)
 
 
 class SourceShard(NamedTuple):

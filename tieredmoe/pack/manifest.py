@@ -62,16 +62,17 @@ class Manifest:
         """Per (layer, role), the digests of its slabs: ``DIGEST_NBYTES`` per expert, end to end."""
         return MappingProxyType(
             {
-                segment.slabs: digests
+                SlabRole(segment.slabs.layer, role): _every(digests, len(segment.slabs.roles), i)
                 for shard, of_shard in zip(self.layout.shards, self.digests, strict=True)
                 for segment, digests in zip(shard.segments, of_shard, strict=True)
                 if segment.slabs is not None
+                for i, role in enumerate(segment.slabs.roles)
             }
         )
 
     @cached_property
     def tensor_digests(self) -> Mapping[str, bytes]:
-        """Per tensor, the digests of its pieces (one, or one per expert), end to end."""
+        """Per tensor, the digests of its pieces (one, or one per slab), end to end."""
         return MappingProxyType(
             {
                 segment.tensor: digests
@@ -91,3 +92,12 @@ class Manifest:
     def expert_digest(self, key: ExpertKey) -> bytes:
         """The digest of one expert: that of its role digests, end to end."""
         return digest_of(b"".join(self.role_digests(key)))
+
+
+def _every(digests: bytes, n: int, i: int) -> bytes:
+    """Digests ``i``, ``i + n``, ``i + 2 n``, … of those that lie end to end in ``digests``."""
+    if n == 1:
+        return digests
+    step = n * DIGEST_NBYTES
+    starts = range(i * DIGEST_NBYTES, len(digests), step)
+    return b"".join(digests[start : start + DIGEST_NBYTES] for start in starts)

@@ -113,8 +113,8 @@ def _what_it_is(path: Path) -> str:
         return f"; a model is {forms}"
     if (path / LOCK_NAME).exists():
         return (
-            ": it is left over from a conversion that did not end; run `tieredmoe pack create` "
-            "again, or run the GGUF itself"
+            ": it is left over from a conversion that did not end; go on with it by `tieredmoe "
+            "pack create`, or undo it by `tieredmoe pack rollback`"
         )
     names = sorted(entry.name for entry in path.iterdir())
     models = [name for name in names if (path / name).is_dir() and _is_pack(path / name, b"")]

@@ -297,7 +297,9 @@ def header_problems(
         if expected != (where.shard_index, where.source_offset, where.nbytes):
             yield f"tensor {name!r} is elsewhere or of another size"
         if where.slabs is not None:
-            role = layout.spec.layouts[where.slabs.layer].by_name[where.slabs.role]
-            found = (info.ggml_type, info.shape)
-            if found != (role.ggml_type, (layout.spec.n_experts, *role.shape)):
+            roles = [layout.spec.layouts[where.slabs.layer].by_name[r] for r in where.slabs.roles]
+            n_rows, n_columns = sum(role.shape[0] for role in roles), roles[0].shape[1]
+            found = {(info.ggml_type, info.shape)}
+            shape = (layout.spec.n_experts, n_rows, n_columns)
+            if found != {(role.ggml_type, shape) for role in roles}:
                 yield f"tensor {name!r} has another type or shape"

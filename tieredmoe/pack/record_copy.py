@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import xxhash
 
-from tieredmoe.errors import GGUFError, PackError
+from tieredmoe.errors import PackError
 from tieredmoe.gguf.files import opened, read_exactly
+from tieredmoe.pack.aligned_files import AlignedReader, page_buffers
 from tieredmoe.pack.manifest import DIGEST_NBYTES
 from tieredmoe.pack.reader import as_pack_errors
 from tieredmoe.pack.verify import Damage
+from tieredmoe.spec import PAGE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -114,13 +116,16 @@ def copy_runs(
     reporter: Reporter,
     *,
     total_nbytes: int,
+    done_nbytes: int = 0,
 ) -> None:
     """Copy ``runs`` in order; when it returns, all that was written had its digest when read.
+
+    ``done_nbytes`` were copied before.
 
     Raises ``PackError`` naming the first run that is damaged or cannot be read, and what
     ``target`` raises.
     """
-    done = 0
+    done = done_nbytes
     unsynced, written = 0, set[int]()
     with closing(_pieces(runs, sources)) as pieces:
         for run, at, piece in pieces:
@@ -146,34 +151,43 @@ def sync_all(target: Target, sizes: Sequence[int], reporter: Reporter) -> None:
 
 
 def find_damage(
-    runs: Iterable[Run], sources: Sequence[Path], reporter: Reporter, *, total_nbytes: int
+    runs: Iterable[Run],
+    sources: Sequence[Path],
+    reporter: Reporter,
+    *,
+    total_nbytes: int,
+    done_nbytes: int = 0,
 ) -> Iterator[Damage]:
-    """Read ``runs`` from the disk, not from memory, and name each that has not its digest."""
-    done = 0
-    buffer = memoryview(bytearray(PIECE_NBYTES))
-    with ExitStack() as stack, as_pack_errors():
-        fds = [stack.enter_context(opened(path))[0] for path in sources]
-        for fd in fds:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    """Read ``runs`` from the disk, not from memory, and name each that has not its digest.
+
+    Direct reads, where the file system takes them. ``done_nbytes`` were checked before.
+    """
+    done = done_nbytes
+    with ExitStack() as stack:
+        readers = []
+        for path in sources:
+            readers.append(AlignedReader(path, PackError))
+            stack.callback(readers[-1].close)
+            readers[-1].drop_cached()
+        buffer = page_buffers(1, PIECE_NBYTES + 2 * PAGE_NBYTES)[0].view
         for run in runs:
             reporter.report("verify", done_nbytes=done, total_nbytes=total_nbytes)
             done += run.nbytes
-            path = sources[run.source_index]
-            fact = _fact(fds[run.source_index], path, run, buffer)
+            fact = _fact(readers[run.source_index], run, buffer)
             if fact is not None:
+                path = sources[run.source_index]
                 yield Damage(path, run.source_offset, run.nbytes, run.what, fact, run.key)
     reporter.report("verify", done_nbytes=done, total_nbytes=total_nbytes)
 
 
-def _fact(fd: int, path: Path, run: Run, buffer: memoryview) -> str | None:
+def _fact(reader: AlignedReader, run: Run, buffer: memoryview) -> str | None:
     hasher = xxhash.xxh3_128()
-    for at in range(0, run.nbytes, len(buffer)):
-        piece = buffer[: min(len(buffer), run.nbytes - at)]
+    for at in range(0, run.nbytes, PIECE_NBYTES):
+        nbytes = min(PIECE_NBYTES, run.nbytes - at)
         try:
-            read_exactly(fd, piece, offset=run.source_offset + at, path=path)
-        except GGUFError as error:
+            hasher.update(reader.read(run.source_offset + at, nbytes, buffer))
+        except PackError as error:
             return f"cannot be read: {error.fact}"
-        hasher.update(piece)
     return None if hasher.digest() == run.digest else "does not match its digest"
 
 

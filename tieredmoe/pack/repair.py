@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from tieredmoe.errors import GGUFError, PackError
 from tieredmoe.gguf import open_inventory
 from tieredmoe.gguf.files import opened, read_exactly
+from tieredmoe.pack.layout import slab_runs
 from tieredmoe.pack.manifest import digest_of
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ class GGUFRepair:
         self._shards = inventory.shards
         # Sizes and headers are the same, so every slab lies where the pack's manifest has it from.
         self._slabs = {
-            stored.slabs: stored
+            (stored.slabs.layer, run.role.name): (stored, run)
             for stored in pack.manifest.layout.tensors.values()
             if stored.slabs is not None
+            for run in slab_runs(pack.spec.layouts[stored.slabs.layer], stored.slabs)
         }
 
     def fill(self, key: ExpertKey, record: memoryview) -> None:
@@ -51,10 +53,9 @@ class GGUFRepair:
         """
         roles = self._pack.spec.layouts[key.layer].roles
         for role, digest in zip(roles, self._pack.digests(key), strict=True):
-            stored = self._slabs[key.layer, role.name]  # type: ignore[index]  # a SlabRole is this
-            slab = self._read(
-                stored.shard_index, stored.source_offset + key.expert * role.nbytes, role.nbytes
-            )
+            stored, run = self._slabs[key.layer, role.name]
+            offset = stored.source_offset + run.offset + key.expert * run.step
+            slab = self._read(stored.shard_index, offset, role.nbytes)
             if digest_of(slab) != digest:
                 raise GGUFError(
                     self._shards[stored.shard_index].path,

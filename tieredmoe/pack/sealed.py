@@ -56,7 +56,7 @@ def unseal(data: bytes, path: Path, *, name: str, version: int) -> Field:
     if found != version:
         raise PackError(
             path,
-            f"has format version {found}, and this tieredmoe reads version {version}; "
-            "install a newer tieredmoe",
+            f"is a {name} document of format version {found}, and this tieredmoe reads version "
+            f"{version}; install a newer tieredmoe",
         )
     return top

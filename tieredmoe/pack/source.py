@@ -10,6 +10,7 @@ from tieredmoe.backends.protocol import ReadBackend, ReadOp
 from tieredmoe.errors import ClosedError, ConfigError, ReadError
 from tieredmoe.memory.protocol import HostSlot, Part, Slot
 from tieredmoe.pack.fills import GatheredFill, ReadFill, arrange
+from tieredmoe.spec import Priority
 from tieredmoe.stats import SourceCounters
 
 if TYPE_CHECKING:
@@ -49,21 +50,25 @@ class PackSource:
     @property
     def counters(self) -> SourceCounters:
         """What was asked of the disk, its backend's retries up to date; in any thread."""
-        self._counters.retries = self._backend.stats().retries
+        stats = self._backend.stats()
+        self._counters.retries = stats.retries
+        self._counters.demand_delay_s = stats.demand_delay_s
+        self._counters.ahead_s = stats.ahead_s
         if isinstance(self._backend, DrivesBackend):
             self._counters.drives = self._backend.drive_stats()
         return self._counters
 
     def read_into(
-        self, requests: Sequence[tuple[ExpertKey, Slot]]
+        self, requests: Sequence[tuple[ExpertKey, Slot]], *, priority: Priority = Priority.DEMAND
     ) -> Sequence[ReadFill | GatheredFill]:
         """Start reading each expert into its slot, which must be host memory."""
         located = [(key, cast("HostSlot", slot), self._pack.extents(key)) for key, slot in requests]
         ops = [_ops(slot, extents) for _, slot, extents in located]
-        reads = iter(self._backend.submit([op for of_expert in ops for op in of_expert]))
+        batch = [op for of_expert in ops for op in of_expert]
+        reads = iter(self._backend.submit(batch, priority=priority))
         return [
-            self._fill(key, slot, extents, of_expert, [next(reads) for _ in of_expert])
-            for (key, slot, extents), of_expert in zip(located, ops, strict=True)
+            self._fill(where, of_expert, [next(reads) for _ in of_expert], priority=priority)
+            for where, of_expert in zip(located, ops, strict=True)
         ]
 
     def parts(self, key: ExpertKey) -> Sequence[Part]:
@@ -76,12 +81,13 @@ class PackSource:
 
     def _fill(
         self,
-        key: ExpertKey,
-        slot: HostSlot,
-        extents: Extents,
+        where: tuple[ExpertKey, HostSlot, Extents],
         ops: Sequence[ReadOp],
         reads: Sequence[asyncio.Future[None]],
+        *,
+        priority: Priority,
     ) -> ReadFill | GatheredFill:
+        key, slot, extents = where
         moved = self._arranged and any(p.source_offset != p.target_offset for p in extents.parts)
         fill: ReadFill | GatheredFill
         if len(reads) == 1 and not moved:
@@ -89,7 +95,14 @@ class PackSource:
             fill = ReadFill(self._backend, reads[0])
         else:
             move = partial(arrange, slot, extents.parts) if moved else None
-            fill = GatheredFill(self._backend, ops, reads, arrange=move, on_read=self._read_ended)
+            fill = GatheredFill(
+                self._backend,
+                ops,
+                reads,
+                arrange=move,
+                on_read=self._read_ended,
+                priority=priority,
+            )
         fill.done.add_done_callback(partial(self._fill_ended, key))
         return fill
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import xxhash
 
@@ -42,6 +43,17 @@ N_PIECES = 8
 
 Deliver = Callable[[str, int, memoryview], None]
 """``deliver(name, start, data)``: bytes of a tensor from ``start`` on; ``data`` is lent."""
+
+
+class Pinned(Protocol):
+    """Memory registered with a device, until it is closed."""
+
+    def close(self) -> None:
+        """Let it be ordinary memory again."""
+
+
+Pin = Callable[[HostPool], Pinned]
+"""Registers all memory of a pool, which must not be closed before."""
 
 
 class Share(NamedTuple):
@@ -92,7 +104,8 @@ class TensorLoader:
     """``model`` as a ``TensorSource`` that also brings many tensors at once, through a backend.
 
     ``backend``, ``allow_buffered`` and ``strict`` mean what they mean to ``open_backend``; where
-    ``backend`` cannot be had a second time, ``otherwise`` is opened.
+    ``backend`` cannot be had a second time, ``otherwise`` is opened. ``pin`` registers the memory
+    that the pieces are read into, for those who copy them to a device.
     """
 
     def __init__(
@@ -103,8 +116,10 @@ class TensorLoader:
         otherwise: str | None = None,
         allow_buffered: bool = False,
         strict: bool = False,
+        pin: Pin | None = None,
     ) -> None:
         self._model = model
+        self._pin = pin
         self._names = (backend, otherwise or backend)
         self._open_named = partial(open_backend, allow_buffered=allow_buffered, strict=strict)
 
@@ -167,16 +182,19 @@ class TensorLoader:
         used = sorted({piece.file_index for piece in pieces})
         buffer_nbytes = max(piece.nbytes for piece in pieces)
         n_buffers = min(N_PIECES, len(pieces))
-        pool = HostPool.allocate(n_buffers * buffer_nbytes)
-        buffers = [pool.carve(buffer_nbytes) for _ in range(n_buffers)]
-        pool.close()  # the regions hold its memory from here on
-        backend = self._open([model.tensor_files[i] for i in used])
-        try:
-            model.check_unchanged()
-            await _stream(backend, pieces, {f: i for i, f in enumerate(used)}, buffers, deliver)
-            model.check_unchanged()
-        finally:
-            await backend.close()
+        with ExitStack() as held:
+            pool = HostPool.allocate(n_buffers * buffer_nbytes)
+            held.callback(pool.close)
+            if self._pin is not None:
+                held.callback(self._pin(pool).close)
+            buffers = [pool.carve(buffer_nbytes) for _ in range(n_buffers)]
+            backend = self._open([model.tensor_files[i] for i in used])
+            try:
+                model.check_unchanged()
+                await _stream(backend, pieces, {f: i for i, f in enumerate(used)}, buffers, deliver)
+                model.check_unchanged()
+            finally:
+                await backend.close()
 
 
 async def _stream(

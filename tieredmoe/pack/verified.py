@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
 from tieredmoe.errors import ClosedError, ConfigError, DigestMismatchError, ReadError
 from tieredmoe.pack.records import Digested
+from tieredmoe.spec import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,15 +78,17 @@ class VerifiedSource:
         self._running: set[asyncio.Future[None]] = set()
         self._closed = False
 
-    def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[Fill]:
+    def read_into(
+        self, requests: Sequence[tuple[ExpertKey, Slot]], *, priority: Priority = Priority.DEMAND
+    ) -> Sequence[Fill]:
         """Start reading each record into its slot, which must be host memory, and checking it."""
         if self._closed:
             raise ClosedError("this source is closed; it reads no more")
-        reads = self.source.read_into(requests)
+        reads = self.source.read_into(requests, priority=priority)
         return [
             read
             if self._verified is not None and key in self._verified
-            else self._checked(key, cast("HostSlot", slot), read)
+            else self._checked(key, cast("HostSlot", slot), read, priority)
             for (key, slot), read in zip(requests, reads, strict=True)
         ]
 
@@ -114,11 +117,13 @@ class VerifiedSource:
             await asyncio.wait(self._running)
         self.worker.close()
 
-    def _checked(self, key: ExpertKey, slot: HostSlot, read: Fill) -> VerifiedFill:
+    def _checked(
+        self, key: ExpertKey, slot: HostSlot, read: Fill, priority: Priority
+    ) -> VerifiedFill:
         assert all(p.source_offset == p.target_offset for p in self.parts(key)), (
             "records are checked in their uniform layout"
         )
-        fill = VerifiedFill(self, key, slot, read)
+        fill = VerifiedFill(self, key, slot, read, priority)
         self._running.add(fill.done)
         fill.done.add_done_callback(self._running.discard)
         return fill
@@ -131,15 +136,23 @@ class VerifiedSource:
 class VerifiedFill:
     """One record on its way: read, checked; if wrong read again, checked; if wrong repaired."""
 
-    __slots__ = ("_key", "_mismatch", "_read", "_slot", "_source", "done")
+    __slots__ = ("_key", "_mismatch", "_priority", "_read", "_slot", "_source", "done")
 
-    def __init__(self, source: VerifiedSource, key: ExpertKey, slot: HostSlot, read: Fill) -> None:
+    def __init__(
+        self, source: VerifiedSource, key: ExpertKey, slot: HostSlot, read: Fill, priority: Priority
+    ) -> None:
         self._source = source
         self._key = key
         self._slot = slot
+        self._priority = priority
         self._mismatch: DigestMismatchError | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._follow(read)
+
+    def promote(self) -> None:
+        """Let the read that waits, and one that may follow it, go as demand."""
+        self._priority = Priority.DEMAND
+        self._read.promote()
 
     def drop_if_queued(self) -> bool:
         """True if a read, the first or the second, was still queued; False while checking."""
@@ -187,7 +200,9 @@ class VerifiedFill:
 
     def _read_again(self) -> None:
         try:
-            (read,) = self._source.source.read_into([(self._key, self._slot)])
+            (read,) = self._source.source.read_into(
+                [(self._key, self._slot)], priority=self._priority
+            )
         except Exception as error:  # noqa: BLE001 (whatever a source raises reaches every waiter)
             self._fail(error)
             return

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tieredmoe.gguf import ExpertTensors, GGUFInventory, Metadata, TensorInfo
+    from tieredmoe.gguf import ExpertTensors, GGUFInventory, Metadata, Slab, TensorInfo
     from tieredmoe.spec import ExpertKey, MoESpec
 
 
@@ -84,18 +84,22 @@ class VirtualPack:
             raise KeyError(key)
         return in_envelopes(
             (
-                Extent(file_index, offset + key.expert * nbytes, nbytes)
-                for file_index, offset, nbytes in slabs
+                Extent(file_index, offset + key.expert * step, nbytes)
+                for (file_index, offset, nbytes), step in slabs
             ),
             self.spec.layouts[key.layer],
         )
 
     @cached_property
-    def _first_slabs(self) -> Mapping[int, tuple[Extent, ...]]:
-        """Per layer, the slabs of its expert 0; the others follow them without gaps."""
+    def _first_slabs(self) -> Mapping[int, tuple[tuple[Slab, int], ...]]:
+        """Per layer, the slabs of its expert 0, and how far apart those of the others are."""
+        experts = self.experts
         return MappingProxyType(
             {
-                layer: tuple(Extent(*self.experts.slab(layer, r.name, 0)) for r in layout.roles)
+                layer: tuple(
+                    (experts.slab(layer, role.name, 0), experts.step(layer, role.name))
+                    for role in layout.roles
+                )
                 for layer, layout in self.spec.layouts.items()
             }
         )

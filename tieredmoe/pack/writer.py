@@ -1,61 +1,55 @@
-"""Converts a GGUF model to a pack in one pass: source bytes are read once, pack bytes written once.
+"""Converts a GGUF model to a pack: source bytes are read once, pack bytes written once.
 
-The source is read in file order, in chunks, by a reader thread that also digests; the conversion's
-thread writes the pieces of a chunk to their places while the next chunks are being read. Memory is
-the few buffers between the two, whatever the size of the model. Rejected: going through the pack in
-its own order (the source would be read in small strides), and one task per expert.
+Layer by layer, each noted in a journal once it is on stable storage, so that a conversion goes on
+after whatever stopped it: a kill, a full disk, Ctrl-C. With ``reclaim_source`` each layer is then
+read again from the pack, and its bytes in the source are given up. Memory is a fixed number of
+buffers, whatever the size of the model.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import xxhash
 
 from tieredmoe.errors import ConfigError, GGUFError, PackError
-from tieredmoe.gguf import GGUFInventory, find_experts, open_inventory
-from tieredmoe.gguf.files import opened, read_exactly
+from tieredmoe.gguf import GGUFInventory, open_inventory
+from tieredmoe.pack.conversion import Conversion
+from tieredmoe.pack.conversion_state import ConversionState, check_head, conversion_head
 from tieredmoe.pack.document import dump_manifest
-from tieredmoe.pack.layout import Chunk, PackLayout, SlabRole, SourceShard, plan_pack
-from tieredmoe.pack.manifest import DIGEST_NBYTES, Manifest
-from tieredmoe.pack.partial import PartialPack, target_problems
+from tieredmoe.pack.journal import JOURNAL_NAME, read_journal
+from tieredmoe.pack.partial import take_lock
+from tieredmoe.pack.planning import plan_digest
+from tieredmoe.pack.preflight import check_conversion
 from tieredmoe.pack.progress import PackProgress, Reporter, run_in_thread
 from tieredmoe.pack.reader import open_pack
+from tieredmoe.pack.reclaim import check_marks, remove_remains, shards_of
+from tieredmoe.pack.source_files import SourceFiles
+from tieredmoe.pack.work_place import WorkPlace, tidy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    from tieredmoe.gguf import ShardInfo
-
-CHUNK_NBYTES = 1 << 20
-"""Bytes read at once. What is read should still be in the CPU's cache when it is digested and
-written: with chunks of 8 MiB, the system time was 2.9 s instead of 2.1 to 2.4 (1.74 GB, two cores
-under load, ext4, n = 2)."""
-
-N_BUFFERS = 8
-"""Chunks in memory: enough to even out a reader and a writer that stall at different times."""
+    from tieredmoe.pack.preflight import Preflight
 
 
 @attrs.frozen
 class ConversionReport:
     """What a conversion did. ``source_read_nbytes`` does not count the headers' first reading.
 
-    The pack's files hold ``written_nbytes`` plus ``zero_nbytes``: the records' padding, which the
-    file system supplies as zeros and nobody writes.
+    ``resumed_nbytes`` of the pack had been written by an earlier run, ``reclaimed_nbytes`` of the
+    source were given up by this one. ``fallbacks`` say which files went through the page cache.
     """
 
     path: Path
     source_read_nbytes: int
     written_nbytes: int
-    zero_nbytes: int
+    resumed_nbytes: int
+    reclaimed_nbytes: int
+    fallbacks: tuple[str, ...]
 
 
 async def create_pack(
@@ -64,22 +58,40 @@ async def create_pack(
     *,
     progress: Callable[[PackProgress], None] | None = None,
     file_nbytes_max: int | None = None,
+    reclaim_source: bool = False,
+    safety_margin_nbytes: int = 0,
 ) -> ConversionReport:
     """Make a pack of the GGUF model ``source`` at ``dest``: it is there whole, or not at all.
 
     ``source`` is a file, any of its shards, their directory, or an inventory; it is only read.
     ``file_nbytes_max`` splits the expert data into files of at most that size, but of at least one
-    layer each. ``progress`` is called in the running loop, a few times a second. Raises
-    ``GGUFError`` for a source and ``PackError`` for a destination that will not do, with every
-    problem found before the first byte is written. Cancelling removes what was written and returns
-    when that is done.
+    layer each. ``progress`` is called in the running loop, a few times a second.
+
+    What was interrupted goes on where it was, with the same arguments: finished layers are kept in
+    ``DEST.partial`` by a kill, a full disk, a failing disk or a cancellation, which returns when
+    all is at rest. If no layer was finished, nothing is kept.
+
+    ``reclaim_source`` gives the source up while the pack grows: each layer is taken out of the
+    source files once it was found right in the pack, and at the end they are removed; the pack has
+    all their bytes (``restore_pack``). In between the model is in both, and in neither alone.
+
+    At least ``safety_margin_nbytes`` stay free. Raises ``GGUFError`` for a source and ``PackError``
+    for a destination that will not do, with every problem found before the first byte is written.
     """
-    if file_nbytes_max is not None and not (
-        isinstance(file_nbytes_max, int) and file_nbytes_max > 0
+    for name, value, least in (
+        ("file_nbytes_max", file_nbytes_max, 1),
+        ("safety_margin_nbytes", safety_margin_nbytes, 0),
     ):
-        raise ConfigError(f"file_nbytes_max is {file_nbytes_max!r}, it must be 1 or more bytes")
-    work = partial(_convert, _settled(source), _settled(Path(dest)), file_nbytes_max)
-    return await run_in_thread(work, progress)
+        if value is not None and not (isinstance(value, int) and value >= least):
+            raise ConfigError(f"{name} is {value!r}, it must be {least} or more bytes")
+    wish = _Wish(
+        _settled(source),
+        _settled(Path(dest)),
+        file_nbytes_max,
+        reclaim_source,
+        safety_margin_nbytes,
+    )
+    return await run_in_thread(partial(_convert, wish), progress)
 
 
 def _settled(place: Path | str | GGUFInventory) -> Any:
@@ -87,138 +99,125 @@ def _settled(place: Path | str | GGUFInventory) -> Any:
     return place if isinstance(place, GGUFInventory) else Path(place).absolute()
 
 
-def plan_inventory(inventory: GGUFInventory, *, file_nbytes_max: int | None = None) -> PackLayout:
-    """The geometry of the pack that ``inventory`` would become."""
-    experts = find_experts(inventory)
-    return plan_pack(
-        experts.spec,
-        [
-            SourceShard(shard.path.name, shard.file_nbytes, shard.data_offset)
-            for shard in inventory.shards
-        ],
-        inventory.tensors,
-        {info.name: SlabRole(*key) for key, info in experts.tensors.items()},
-        file_nbytes_max=file_nbytes_max,
+@attrs.frozen
+class _Wish:
+    """What was asked for; paths as they were when it was."""
+
+    source: Path | GGUFInventory
+    dest: Path
+    file_nbytes_max: int | None
+    reclaim_source: bool
+    safety_margin_nbytes: int
+
+
+def _convert(wish: _Wish, reporter: Reporter) -> ConversionReport:
+    if report := _finished(wish):
+        return report
+    found = check_conversion(
+        wish.source,
+        wish.dest,
+        file_nbytes_max=wish.file_nbytes_max,
+        reclaim_source=wish.reclaim_source,
+        safety_margin_nbytes=wish.safety_margin_nbytes,
     )
+    found.raise_problems()
+    assert found.inventory is not None, "without problems all is known"
+    assert found.layout is not None, "without problems all is known"
+    layout, units, inventory = found.layout, found.units, found.inventory
+    with (
+        SourceFiles(inventory.shards, to_change=wish.reclaim_source) as source,
+        WorkPlace(wish.dest) as place,
+    ):
+        looked_at_nbytes, state = _begin(wish, found, source, place)
+        conversion = Conversion(
+            layout, units, source=source, place=place, state=state, reporter=reporter
+        )
+        conversion.run(reclaim_source=wish.reclaim_source, source_shrinks=found.source_shrinks)
+        manifest = state.manifest(layout, units)
+        place.write_manifest(dump_manifest(manifest))
+        # The last check before others can see it: what was written is what will be opened.
+        open_pack(place.path)
+        place.publish()
+        if wish.reclaim_source:
+            remove_remains([shard.path for shard in inventory.shards], manifest)
+        place.tidy()
+        return ConversionReport(
+            wish.dest,
+            source.read_nbytes - looked_at_nbytes,
+            place.written_nbytes,
+            conversion.resumed_nbytes,
+            conversion.reclaimed_nbytes,
+            (*source.fallbacks, *place.fallbacks),
+        )
 
 
-def pack_nbytes(layout: PackLayout) -> int:
-    """The exact size of a pack of this layout, manifest included."""
-    blank = tuple(
-        tuple(bytes(DIGEST_NBYTES * layout.n_pieces(segment)) for segment in shard.segments)
-        for shard in layout.shards
-    )
-    return layout.data_nbytes + len(dump_manifest(Manifest(layout, blank)))
+def _begin(
+    wish: _Wish, found: Preflight, source: SourceFiles, place: WorkPlace
+) -> tuple[int, ConversionState]:
+    """Make ``place`` ready to go on; returns the bytes read for that, and how far it is."""
+    assert found.inventory is not None
+    assert found.layout is not None
+    layout, units = found.layout, found.units
+    head = conversion_head(found.inventory, source, plan_digest(layout), wish.file_nbytes_max)
+    place.final_nbytes = layout.data_nbytes
+    journal = place.journal or place.begin(head, layout.files)
+    state = ConversionState.of(journal.records)
+    touched = shards_of(units, state.gone) | (source.marked if journal.lost_its_end else set())
+    check_head(journal.head, head, place.path, touched=touched)
+    check_marks(source, units, state, place)
+    place.withdraw_manifest()
+    finished = {units[index].file_index for index in state.units}
+    place.open_files(layout.files, finished=finished)
+    return source.read_nbytes, state
 
 
-def _convert(
-    source: Path | str | GGUFInventory, dest: Path, file_nbytes_max: int | None, reporter: Reporter
-) -> ConversionReport:
-    inventory = source if isinstance(source, GGUFInventory) else open_inventory(source)
-    layout = plan_inventory(inventory, file_nbytes_max=file_nbytes_max)
-    nbytes = pack_nbytes(layout)
-    with _Source(inventory.shards) as shards:
-        if problems := target_problems(dest, nbytes):
-            raise PackError(dest, "; ".join(problems))
-        with PartialPack(dest, nbytes) as pack:
-            pack.create(layout.files)
-            digests = _copy(layout, shards, pack, reporter)
-            shards.check_unchanged()
-            synced_nbytes = 0
-            for index, file in enumerate(layout.files):
-                pack.sync(index)
-                synced_nbytes += file.nbytes
-                reporter.report("sync", done_nbytes=synced_nbytes, total_nbytes=layout.data_nbytes)
-            pack.write_manifest(dump_manifest(Manifest(layout, digests)))
-            # The last check before others can see it: what was written is what will be opened.
-            open_pack(pack.path)
-            pack.publish()
-    return ConversionReport(
-        dest, shards.read_nbytes, pack.written_nbytes, nbytes - pack.written_nbytes
-    )
+def _finished(wish: _Wish) -> ConversionReport | None:
+    """Do what is left of this very conversion, if it was killed after the pack had got its name."""
+    dest = wish.dest
+    try:
+        records, _ = read_journal(dest / JOURNAL_NAME)
+    except (OSError, ValueError):
+        return None  # the preflight says why nothing can be there
+    state = ConversionState.of(records)
+    if not state.units:
+        return None
+    paths = _paths_now(wish.source, records[0]["shards"], is_touched=state.touched)
+    if paths is None:
+        return None
+    try:
+        fd = take_lock(dest)
+        try:
+            manifest = open_pack(dest).manifest
+            if state.touched:
+                remove_remains(paths, manifest)
+            tidy(dest)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise PackError(dest, f"tidying up failed: {error.strerror}") from error
+    return ConversionReport(dest, 0, 0, manifest.layout.data_nbytes, 0, ())
 
 
-class _Source:
-    """The shards, open, and known to be what the inventory saw."""
-
-    def __init__(self, shards: tuple[ShardInfo, ...]) -> None:
-        self.read_nbytes = 0
-        self._shards = shards
-        self._fds: list[int] = []
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with self._stack:
-            for shard in self._shards:
-                self._fds.append(self._stack.enter_context(opened(shard.path))[0])
-            self.check_unchanged()
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def read(self, shard_index: int, target: memoryview, offset: int) -> None:
-        """Fill ``target`` from ``offset`` of a shard; ``GGUFError`` if it cannot be filled."""
-        path = self._shards[shard_index].path
-        read_exactly(self._fds[shard_index], target, offset=offset, path=path)
-        self.read_nbytes += len(target)
-
-    def check_unchanged(self) -> None:
-        """Raise ``GGUFError`` if a shard is not as it was when its header was read."""
-        for fd, shard in zip(self._fds, self._shards, strict=True):
-            status = os.fstat(fd)
-            if (status.st_size, status.st_mtime_ns) != (shard.file_nbytes, shard.mtime_ns):
-                raise GGUFError(
-                    shard.path,
-                    f"changed since it was opened (it had {shard.file_nbytes} bytes, now "
-                    f"{status.st_size}); convert it when nothing writes to it",
-                )
-
-
-def _copy(
-    layout: PackLayout, source: _Source, pack: PartialPack, reporter: Reporter
-) -> tuple[tuple[bytes, ...], ...]:
-    """Copy every piece to its place; returns the digests, as ``Manifest`` holds them."""
-    digests: list[bytes] = []
-    hasher = xxhash.xxh3_128()
-
-    def fill(chunk: Chunk, buffer: memoryview) -> None:
-        # One reader thread fills chunks in order, so a piece may be digested across them.
-        source.read(chunk.shard_index, buffer[: chunk.nbytes], chunk.source_offset)
-        for cut in chunk.cuts:
-            hasher.update(buffer[cut.begin : cut.end])
-            if cut.last:
-                digests.append(hasher.digest())
-                hasher.reset()
-
-    done = 0
-    chunks = layout.chunks(CHUNK_NBYTES)
-    ahead: deque[tuple[Chunk, memoryview, Future[None]]] = deque()
-    with ThreadPoolExecutor(1, "tieredmoe-pack-read") as reader:
-
-        def read_next(buffer: memoryview) -> None:
-            for chunk in islice(chunks, 1):
-                ahead.append((chunk, buffer, reader.submit(fill, chunk, buffer)))
-
-        for _ in range(N_BUFFERS):
-            read_next(memoryview(bytearray(CHUNK_NBYTES)))
-        while ahead:
-            chunk, buffer, filled = ahead.popleft()
-            filled.result()
-            reporter.report("copy", done_nbytes=done, total_nbytes=layout.source_nbytes)
-            for cut in chunk.cuts:
-                pack.write(cut.file_index, buffer[cut.begin : cut.end], cut.offset)
-            done += chunk.nbytes
-            read_next(buffer)
-    reporter.report("copy", done_nbytes=done, total_nbytes=layout.source_nbytes)
-    return _by_segment(layout, digests)
-
-
-def _by_segment(layout: PackLayout, digests: list[bytes]) -> tuple[tuple[bytes, ...], ...]:
-    """Digests of all pieces in file order, joined per segment."""
-    of_pieces = iter(digests)
-    return tuple(
-        tuple(b"".join(islice(of_pieces, layout.n_pieces(segment))) for segment in shard.segments)
-        for shard in layout.shards
-    )
+def _paths_now(
+    source: Path | GGUFInventory, began: Sequence[Mapping[str, Any]], *, is_touched: bool
+) -> list[Path] | None:
+    """Where the files are of a conversion that began with these; None if ``source`` is another."""
+    paths = [Path(shard["path"]) for shard in began]
+    named = [] if isinstance(source, Path) else [shard.path for shard in source.shards]
+    try:
+        if isinstance(source, Path):
+            source = open_inventory(source, given_up=True)
+        with SourceFiles(source.shards) as files:
+            now = [
+                (shard.file_nbytes, files.header_digest(index).hex(), shard.mtime_ns)
+                for index, shard in enumerate(source.shards)
+            ]
+    except GGUFError:
+        # Gone, or some of it, as it should be when it was given up: there are but names to compare.
+        is_there = paths == named or source in paths or {source} == {path.parent for path in paths}
+        return paths if is_there else None
+    then = [(shard["nbytes"], shard["header"], shard["mtime_ns"]) for shard in began]
+    n_compared = 2 if is_touched else 3
+    if [each[:n_compared] for each in now] != [each[:n_compared] for each in then]:
+        return None
+    return [shard.path for shard in source.shards]

@@ -2,107 +2,82 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+import hashlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-import attrs
-
-from tieredmoe.errors import GGUFError, PackError
-from tieredmoe.gguf.files import opened, read_exactly
+from tieredmoe.errors import PackError
 from tieredmoe.pack.progress import run_in_thread
-from tieredmoe.pack.reader import as_pack_errors
-from tieredmoe.pack.verify import Damage, VerifyReport
-from tieredmoe.spec import ROLES
+from tieredmoe.pack.spans import Span, SpanPart
+from tieredmoe.pack.verify import NOT_ZERO, VerifyReport, check_sample, verify_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tieredmoe.pack.foreign.pack import ForeignPack
     from tieredmoe.pack.progress import PackProgress, Reporter
+    from tieredmoe.spec import ExpertKey
 
 
 async def verify_foreign_pack(
-    pack: ForeignPack, *, progress: Callable[[PackProgress], None] | None = None
+    pack: ForeignPack,
+    *,
+    sample: int | None = None,
+    seed: int | None = None,
+    progress: Callable[[PackProgress], None] | None = None,
 ) -> VerifyReport:
     """Every expert of ``pack`` compared with its digests, and padding with zero; all damage named.
 
-    The header and the index were checked when it was opened. Raises ``PackError`` for a format
-    without digests. Cancelling stops within a record.
+    The header and the index were checked when it was opened. ``sample``, ``seed`` and memory are as
+    for ``verify_pack``. Raises ``PackError`` for a format without digests. Cancelling stops within
+    a few records.
     """
+    check_sample(sample)
     if not pack.has_digests:
         raise PackError(
             pack.path,
             f"is {pack.format}, which carries no digests to verify; a pack made of its source by "
             "`tieredmoe pack create` does",
         )
-    return await run_in_thread(partial(_verify, pack), progress)
+    return await run_in_thread(partial(_verify, pack, sample, seed), progress)
 
 
-def _verify(pack: ForeignPack, reporter: Reporter) -> VerifyReport:
-    damage: list[Damage] = []
-    total = sum(places.stride * pack.spec.n_experts for places in pack.places.values())
-    done = 0
-    # SHA-256 is slower than a good disk, and the roles of an expert can be hashed side by side.
-    with (
-        as_pack_errors(),
-        opened(pack.path) as (fd, _),
-        ThreadPoolExecutor(len(ROLES), "tieredmoe-verify") as threads,
-    ):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        for key in pack.spec.keys():
-            places = pack.places[key.layer]
-            reporter.report("verify", done_nbytes=done, total_nbytes=total)
-            place = Damage(
-                pack.path,
-                places.start + key.expert * places.stride,
-                places.stride,
-                f"layer {key.layer}, expert {key.expert}",
-                "cannot be read",
-                key,
-            )
-            damage += _record_damage(pack, fd, place, threads)
-            done += places.stride
-    reporter.report("verify", done_nbytes=done, total_nbytes=total)
-    return VerifyReport(done, tuple(damage))
+def _verify(
+    pack: ForeignPack, sample: int | None, seed: int | None, reporter: Reporter
+) -> VerifyReport:
+    return verify_spans(
+        [pack.path],
+        partial(_spans, pack),
+        reporter,
+        sample=sample,
+        seed=seed,
+        hasher=hashlib.sha256,
+    )
 
 
-def _record_damage(
-    pack: ForeignPack, fd: int, place: Damage, threads: ThreadPoolExecutor
-) -> Iterator[Damage]:
-    """What is wrong with the record at ``place``; bytes that cannot be read are damage too."""
-    record = memoryview(bytearray(place.nbytes))
-    try:
-        read_exactly(fd, record, offset=place.offset, path=pack.path)
-    except GGUFError as error:
-        yield attrs.evolve(place, fact=f"cannot be read: {error.fact}")
-        return
-    assert place.key is not None
-    places, layout = pack.places[place.key.layer], pack.spec.layouts[place.key.layer]
-    offsets = [places.role_offsets[role.name] for role in layout.roles]
-    slabs = [
-        record[offset : offset + role.nbytes]
-        for offset, role in zip(offsets, layout.roles, strict=True)
-    ]
-    found = threads.map(pack.digest_of, slabs)
-    for role, offset, digest, right in zip(
-        layout.roles, offsets, found, pack.digests(place.key), strict=True
-    ):
-        if digest != right:
-            yield attrs.evolve(
-                place,
-                offset=place.offset + offset,
-                nbytes=role.nbytes,
-                what=f"{place.what}, {role.name}",
-                fact="does not match its digest",
-            )
-    padding = record[places.nbytes :]
-    if padding.tobytes().strip(b"\0"):
-        yield attrs.evolve(
-            place,
-            offset=place.offset + places.nbytes,
-            nbytes=len(padding),
-            what=f"{place.what}, padding",
-            fact="is not zero",
-        )
+def _spans(pack: ForeignPack) -> Iterator[Span]:
+    zeros = {
+        layer: hashlib.sha256(bytes(places.stride - places.nbytes)).digest()
+        for layer, places in pack.places.items()
+    }
+    for key in pack.spec.keys():
+        places = pack.places[key.layer]
+        parts = list(_role_parts(pack, key))
+        if places.stride > places.nbytes:
+            padding = SpanPart(places.stride - places.nbytes, zeros[key.layer], "padding", NOT_ZERO)
+            parts.append(padding)
+        start = places.start + key.expert * places.stride
+        yield Span(0, start, f"layer {key.layer}, expert {key.expert}", tuple(parts), key)
+
+
+def _role_parts(pack: ForeignPack, key: ExpertKey) -> Iterator[SpanPart]:
+    """The roles in the order in which they lie, and what is between them."""
+    places, layout = pack.places[key.layer], pack.spec.layouts[key.layer]
+    digests = dict(zip((role.name for role in layout.roles), pack.digests(key), strict=True))
+    end = 0
+    for name, offset in sorted(places.role_offsets.items(), key=lambda item: item[1]):
+        if offset > end:
+            yield SpanPart(offset - end, None)
+        nbytes = layout.by_name[name].nbytes
+        yield SpanPart(nbytes, digests[name], name)
+        end = offset + nbytes
