@@ -6,32 +6,33 @@ Every number is a CUDA graph over many layers whose experts all lie in different
 weights are in a cache (a graph touches several times the L2); the percentage is of a large
 device-to-device copy measured in the same run, reads and writes counted. A layer is all of it:
 activations to fixed point, gate and up, down, the sum over k. ``unpack`` is the same experts
-through float32 matrices and torch. With --prefill also chunks of 2 to 256 tokens.
+through float32 matrices and torch. With --prefill also chunks of 2 to 512 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-import gguf
 import numpy as np
 import torch
 import triton
 from gguf import GGMLQuantizationType as T
+from kernel_timing import copy_bandwidth, measured, random_weights, row
 from machine import describe_machine
 
 from tieredmoe.moe.dequant import row_nbytes
 from tieredmoe.moe.kernels import (
     DeviceLinear,
     DeviceRoutedBatch,
+    FixedRows,
     LinearWorkspace,
     SiTU,
     SwiGLU,
     Workspace,
+    execute_resident,
     expert_plan,
 )
 from tieredmoe.moe.kernels.launches import Launches, _Units
@@ -39,8 +40,6 @@ from tieredmoe.moe.kernels.unpacked import UnpackedExperts
 from tieredmoe.spec import ExpertLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tieredmoe.moe.kernels import FusedActivation
 
 
@@ -68,76 +67,22 @@ MODELS = (
 )
 
 MATRICES = (
+    ("DeepSeek attn_q_a Q8_0", T.Q8_0, 1024, 4096),
     ("DeepSeek attn_q_b Q8_0", T.Q8_0, 32768, 1024),
     ("DeepSeek attn_output_b Q8_0", T.Q8_0, 4096, 8192),
+    ("DeepSeek shared gate Q8_0", T.Q8_0, 2048, 4096),
+    ("DeepSeek shared down Q8_0", T.Q8_0, 4096, 2048),
+    ("DeepSeek compressor BF16", T.BF16, 1024, 4096),
+    ("DeepSeek head (part) BF16", T.BF16, 32768, 4096),
     ("Kimi attn_q Q2_K", T.Q2_K, 12288, 7168),
+    ("Kimi attn_q and attn_k as one Q2_K", T.Q2_K, 24576, 7168),
+    ("Kimi latent down Q2_K", T.Q2_K, 3584, 7168),
+    ("Kimi latent up Q2_K", T.Q2_K, 7168, 3584),
+    ("Kimi attn_v Q3_K", T.Q3_K, 12288, 7168),
     ("Kimi attn_output Q3_K", T.Q3_K, 7168, 12288),
-    ("head BF16", T.BF16, 32768, 4096),
+    ("Kimi shared down Q3_K", T.Q3_K, 7168, 6144),
+    ("Kimi head (part) Q6_K", T.Q6_K, 20480, 7168),
 )
-
-
-def random_weights(kind: int, n: int, generator: np.random.Generator) -> torch.Tensor:
-    """Bytes of ``n`` weights, all of whose float16 scales are small and finite."""
-    n_weights, n_bytes = gguf.GGML_QUANT_SIZES[T(kind)]
-    blocks = generator.integers(0, 256, (n // n_weights, n_bytes), dtype=np.uint8)
-    halves = {T.Q8_0: (0,), T.Q2_K: (80, 82), T.Q3_K: (108,), T.BF16: (0,)}.get(T(kind), ())
-    for at in halves:
-        blocks[:, at : at + 2] = np.float16(1e-3).reshape(1).view(np.uint8)
-    if kind == T.MXFP4:
-        blocks[:, 0] = generator.integers(117, 122, len(blocks))
-    return torch.from_numpy(blocks.reshape(-1))
-
-
-def measured(work: Callable[[int], object], n: int, replays: int) -> list[float]:
-    """Microseconds per call of ``work(0..n-1)``, from replays of one graph of them all."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(n):
-            work(i)
-    times = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / n)
-    return times[2:]
-
-
-def copy_bandwidth(replays: int) -> float:
-    """GB/s, reads and writes; not in a graph, whose copies go another and slower way."""
-    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    rates = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        rates.append(2**31 / start.elapsed_time(end) / 1e6)
-    rates = rates[2:]
-    print(
-        f"copy: median {statistics.median(rates):.0f} GB/s, "
-        f"{min(rates):.0f} to {max(rates):.0f}, n = {len(rates)}"
-    )
-    return statistics.median(rates)
-
-
-def row(what: str, times: list[float], nbytes: int, copy: float) -> None:
-    us = statistics.median(times)
-    rate = nbytes / us / 1e3
-    print(
-        f"{what:<58}{len(times):>4}{min(times):>9.1f}{us:>9.1f}{max(times):>9.1f}"
-        f"{rate:>8.0f}{rate / copy:>7.1%}",
-        flush=True,
-    )
 
 
 class Layers:
@@ -231,6 +176,18 @@ def decode(model: Model, copy: float, replays: int) -> None:
     down, work = formats[2], layers.workspace
 
     def whole(i: int) -> None:
+        execute_resident(
+            x,
+            ids,
+            layers.weights.view(1, -1),
+            model.activation,
+            layout=layers.layout,
+            arena=layers.arena,
+            slot_of=tables[i],
+            workspace=layers.workspace,
+        )
+
+    def as_a_batch(i: int) -> None:
         executed(layers, x, ids, host_ids, tables[i])
 
     def one_by_one(i: int) -> None:
@@ -259,16 +216,16 @@ def decode(model: Model, copy: float, replays: int) -> None:
     row(f"{model.name}: layer, unpack and matmul", measured(unpacked, 4, replays), total, copy)
     start = time.perf_counter()
     for i in range(10 * n):
-        whole(i % n)
+        as_a_batch(i % n)
     us = (time.perf_counter() - start) / (10 * n) * 1e6
     torch.cuda.synchronize()
     print(f"{model.name}: {us:.0f} µs of host time per layer without a graph")
 
 
 def prefill(model: Model, n_experts: int, copy: float, replays: int) -> None:
-    layers = Layers(model, n_slots=n_experts, n_tokens=256)
+    layers = Layers(model, n_slots=n_experts, n_tokens=512)
     table = layers.slots.int().cuda()
-    for n_tokens in (2, 8, 64, 256):
+    for n_tokens in (2, 8, 32, 128, 512):
         generator = torch.Generator().manual_seed(n_tokens)
         chosen = [torch.randperm(n_experts, generator=generator) for _ in range(n_tokens)]
         ids = torch.stack([one[: model.top_k] for one in chosen]).cuda()
@@ -290,22 +247,31 @@ def product(matrices: list[DeviceLinear], x: torch.Tensor, out: torch.Tensor, i:
     matrices[i](x, out=out)
 
 
+def shared(matrices: list[DeviceLinear], rows: FixedRows, out: torch.Tensor, i: int) -> None:
+    matrices[i].multiply(rows, out=out)
+
+
 def dense(copy: float, replays: int) -> None:
     generator = np.random.default_rng(0)
     for name, kind, n_rows, n_columns in MATRICES:
         nbytes = n_rows * row_nbytes(kind, n_columns)
-        n = max(2, 2**28 // nbytes)
+        n = min(64, max(2, 2**28 // nbytes))
         workspace = LinearWorkspace(n_columns, device=torch.device("cuda"))
         raw = random_weights(kind, n_rows * n_columns, generator).cuda()
         matrices = [
             DeviceLinear(raw.clone(), kind, (n_rows, n_columns), workspace=workspace)
             for _ in range(n)
         ]
-        for n_x in (1, 8):
+        for n_x in (1, 8, 128):
             x = torch.randn(n_x, n_columns, device="cuda")
             out = torch.empty(n_x, n_rows, device="cuda")
+            what = f"{name} {n_rows}x{n_columns}, T={n_x}"
+            if n_x == 1:
+                rows = workspace.rows.fill(x, matrices[0].kind.order)
+                times = measured(functools.partial(shared, matrices, rows, out), n, replays)
+                row(f"{what}, rows made before", times, nbytes, copy)
             times = measured(functools.partial(product, matrices, x, out), n, replays)
-            row(f"{name} {n_rows}x{n_columns}, {n_x} rows of x", times, nbytes, copy)
+            row(what, times, nbytes, copy)
 
 
 def main() -> None:
@@ -323,6 +289,8 @@ def main() -> None:
     dense(copy, arguments.replays)
     if arguments.prefill:
         prefill(MODELS[0], 256, copy, arguments.replays)
+        torch.cuda.empty_cache()
+        prefill(MODELS[1], 896, copy, arguments.replays)
     print(f"copy again: {copy_bandwidth(arguments.replays):.0f} GB/s")
 
 

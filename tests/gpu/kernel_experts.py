@@ -90,5 +90,5 @@ def routing(n_tokens, top_k, n_experts, hidden, device, *, seed=0):
 
 
 def relative_error(value, wanted):
-    wanted = wanted.double()
+    wanted = wanted.double().cpu()
     return float((value.double().cpu() - wanted).norm() / wanted.norm())

@@ -9,7 +9,7 @@ from kernel_experts import Experts, relative_error, routing
 
 pytest.importorskip("triton", reason="kernels are written in Triton")
 
-from tieredmoe.moe.kernels import DeviceRoutedBatch, SiTU, SwiGLU, Workspace
+from tieredmoe.moe.kernels import DeviceRoutedBatch, SiTU, SwiGLU, Workspace, execute_resident
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +21,18 @@ FLOAT_TOLERANCE = 2e-6
 
 SMALL = (T.MXFP4, T.Q4_0, T.Q8_0)
 K_QUANTS = (T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K)
+
+HIDDEN, WIDTH, K = 512, 256, 4
+"""What most tests have in common: each size is compiled anew, for seconds."""
+
+of_both_models = pytest.mark.parametrize(
+    "types", [(T.MXFP4,) * 3, (T.Q2_K, T.Q2_K, T.Q3_K)], ids=["deepseek", "kimi"]
+)
+
+
+def slow(*values):
+    """Cases beyond those that show each type in each kind of launch."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 class Run:
@@ -72,18 +84,24 @@ def test_types_of_small_blocks_match_the_reference(kind, n_tokens, device):
     )
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2, 8])
+@pytest.mark.parametrize("n_tokens", [1, *slow(2, 8)])
 @pytest.mark.parametrize("kind", K_QUANTS, ids=lambda kind: kind.name)
 def test_k_quants_match_the_reference(kind, n_tokens, cuda):
     check((kind, kind, kind), cuda, hidden=768, width=512, n_tokens=n_tokens, activation=SiTU())
 
 
 @pytest.mark.parametrize("n_tokens", range(1, 9))
-@pytest.mark.parametrize(
-    "types", [(T.MXFP4,) * 3, (T.Q2_K, T.Q2_K, T.Q3_K)], ids=["deepseek", "kimi"]
-)
+@of_both_models
 def test_every_decode_size_matches_the_reference(types, n_tokens, cuda):
-    check(types, cuda, hidden=512, width=256, n_tokens=n_tokens, activation=SwiGLU(10.0), top_k=4)
+    check(
+        types,
+        cuda,
+        hidden=HIDDEN,
+        width=WIDTH,
+        n_tokens=n_tokens,
+        activation=SwiGLU(10.0),
+        top_k=K,
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,22 +113,22 @@ def test_roles_of_different_types_match_the_reference(types, device):
     check(types, device, hidden=64, width=32, n_tokens=2, activation=SiTU())
 
 
-@pytest.mark.parametrize("types", [(T.MXFP4,) * 3, (T.Q2_K, T.Q2_K, T.Q3_K)], ids=str)
+@of_both_models
 def test_prefill_matches_the_reference_with_few_and_with_many_tokens_of_an_expert(types, cuda):
-    experts = Experts.random(types, 256, 256, 6, cuda)
-    run = Run(experts, SwiGLU(10.0), n_tokens=200, top_k=2)
-    x, ids, weights = routing(200, 2, 5, 256, cuda)
+    experts = Experts.random(types, HIDDEN, WIDTH, 6, cuda)
+    run = Run(experts, SwiGLU(10.0), n_tokens=200, top_k=K)
+    x, ids, weights = routing(200, K, 5, HIDDEN, cuda)
     ids[:3, 1] = 5
     wanted = experts.reference(x, ids, weights, run.activation)
     assert relative_error(run(x, ids, weights), wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("types", [(T.MXFP4,) * 3, (T.Q2_K, T.Q2_K, T.Q3_K)], ids=str)
+@of_both_models
 @pytest.mark.parametrize("n_tokens", [1, 5, 90])
 def test_order_and_company_of_arrivals_never_change_a_bit(types, n_tokens, cuda):
-    experts = Experts.random(types, 256, 256, 6, cuda)
-    run = Run(experts, SwiGLU(10.0), n_tokens=n_tokens, top_k=5)
-    inputs = routing(n_tokens, 5, 6, 256, cuda)
+    experts = Experts.random(types, HIDDEN, WIDTH, 6, cuda)
+    run = Run(experts, SwiGLU(10.0), n_tokens=n_tokens, top_k=K)
+    inputs = routing(n_tokens, K, 6, HIDDEN, cuda)
     at_once = run(*inputs)
     wanted = sorted(set(inputs[1].flatten().tolist()))
     for seed in range(4):
@@ -131,17 +149,17 @@ def test_order_of_arrivals_never_changes_a_bit_tiny(device):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("types", [(T.MXFP4,) * 3, (T.Q2_K, T.Q2_K, T.Q3_K)], ids=str)
+@of_both_models
 def test_where_records_lie_never_changes_a_bit(types, cuda):
-    inputs = routing(4, 3, 6, 256, cuda)
+    inputs = routing(4, K, 6, HIDDEN, cuda)
     results = []
     for placement in range(3):
-        experts = Experts.random(types, 256, 256, 6, cuda)
+        experts = Experts.random(types, HIDDEN, WIDTH, 6, cuda)
         moved = torch.full_like(experts.arena, 255 if placement else 0)
         slots = torch.randperm(8, generator=torch.Generator().manual_seed(placement))[:6]
         moved[slots] = experts.arena[experts.slot_of.long()]
         experts = experts._replace(arena=moved, slot_of=slots.int().to(cuda))
-        results.append(Run(experts, SiTU(), n_tokens=4, top_k=3)(*inputs))
+        results.append(Run(experts, SwiGLU(10.0), n_tokens=4, top_k=K)(*inputs))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -166,28 +184,39 @@ def test_inputs_that_are_not_finite_show_in_the_output(cuda):
         assert not run(broken, ids, weights).isfinite().any()
 
 
-def test_a_captured_graph_serves_other_tokens_other_experts_and_other_slots(cuda):
-    experts = Experts.random((T.MXFP4,) * 3, 256, 256, 6, cuda)
-    run = Run(experts, SwiGLU(10.0), n_tokens=1, top_k=3)
-    x, ids, weights = routing(1, 3, 6, 256, cuda)
-    run(x, ids, weights)
-    host_ids = ids.tolist()
+def resident(run, x, ids, weights, out=None):
+    return execute_resident(
+        x,
+        ids,
+        weights,
+        run.activation,
+        layout=run.experts.layout,
+        arena=run.experts.arena,
+        slot_of=run.experts.slot_of,
+        workspace=run.workspace,
+        out=out,
+    )
+
+
+def test_a_resident_token_gives_the_bits_of_a_batch_small(device):
+    experts = Experts.random((T.MXFP4,) * 3, 64, 32, 3, device)
+    run = Run(experts, SwiGLU(10.0), n_tokens=1, top_k=2)
+    inputs = routing(1, 2, 3, 64, device)
+    out = torch.full((1, 64), torch.nan, device=device)
+    assert resident(run, *inputs, out) is out
+    assert torch.equal(out, run(*inputs))
+
+
+@of_both_models
+def test_a_captured_token_serves_other_tokens_other_experts_and_other_slots(types, cuda):
+    experts = Experts.random(types, HIDDEN, WIDTH, 6, cuda)
+    run = Run(experts, SwiGLU(10.0), n_tokens=1, top_k=K)
+    x, ids, weights = routing(1, K, 6, HIDDEN, cuda)
+    resident(run, x, ids, weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        batch = DeviceRoutedBatch(
-            x,
-            ids,
-            weights,
-            run.activation,
-            host_ids=host_ids,
-            layout=experts.layout,
-            arena=experts.arena,
-            slot_of=experts.slot_of,
-            workspace=run.workspace,
-        )
-        batch.add(batch.experts)
-        out = batch.finish()
-    others = routing(1, 3, 6, 256, cuda, seed=9)
+        out = resident(run, x, ids, weights)
+    others = routing(1, K, 6, HIDDEN, cuda, seed=9)
     for mine, other in zip((x, ids, weights), others, strict=True):
         mine.copy_(other)
     order = torch.randperm(8, device=cuda)
@@ -198,9 +227,9 @@ def test_a_captured_graph_serves_other_tokens_other_experts_and_other_slots(cuda
 
 
 def test_a_decode_batch_allocates_nothing_and_never_waits_for_the_device(cuda):
-    experts = Experts.random((T.MXFP4,) * 3, 256, 256, 6, cuda)
-    run = Run(experts, SwiGLU(10.0), n_tokens=4, top_k=3)
-    x, ids, weights = routing(4, 3, 6, 256, cuda)
+    experts = Experts.random((T.MXFP4,) * 3, HIDDEN, WIDTH, 6, cuda)
+    run = Run(experts, SwiGLU(10.0), n_tokens=4, top_k=K)
+    x, ids, weights = routing(4, K, 6, HIDDEN, cuda)
     run(x, ids, weights)
     host_ids = ids.tolist()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -20,7 +20,13 @@ from triton.compiler import ASTSource
 from tieredmoe.moe.dequant import row_nbytes
 from tieredmoe.moe.kernels import ffn, fixed_point, rows
 from tieredmoe.moe.kernels.formats import FLOATS, FORMATS, QUARTERS
-from tieredmoe.moe.kernels.tiles import N_TOGETHER, gate_up_tile, row_tile, unpack_tile
+from tieredmoe.moe.kernels.tiles import (
+    N_TOGETHER,
+    gate_up_tile,
+    matrix_tile,
+    row_tile,
+    unpack_tile,
+)
 
 POINTERS = {
     **dict.fromkeys(("arena", "matrix"), "*u8"),
@@ -87,6 +93,11 @@ def shape(kind):
     return (3584, 3072) if FORMATS[kind].order == QUARTERS else (4096, 2048)
 
 
+def matrix_shape(kind):
+    """Those of dense matrices: columns, rows. 112 units of a K-quant fill no whole turns."""
+    return (7168, 12288) if FORMATS[kind].order == QUARTERS else (8192, 4096)
+
+
 def is_capped(kind, m=1):
     order = FORMATS[kind].order
     return gate_up_tile(FORMATS[kind], shape(kind)[0], m, h_order=order).registers is not None
@@ -129,7 +140,6 @@ def down(kind, m=1, **options):
         "R": tile.R,
         "C": tile.C,
         "SORTED": m > 1,
-        "EARLY": True,
         "PDL": True,
         "EMU": False,
     }
@@ -137,8 +147,8 @@ def down(kind, m=1, **options):
 
 
 def matrix_rows(kind, m=1, **options):
-    n_columns, n_rows = shape(kind)
-    tile = row_tile(FORMATS[kind], n_columns, m)
+    n_columns, n_rows = matrix_shape(kind)
+    tile = matrix_tile(FORMATS[kind], n_columns, m)
     constants = {
         "TYPE": int(kind),
         "K": n_columns,
@@ -185,23 +195,34 @@ def check(code, kind, *, capped=False):
     assert not re.search(r"\b(mul|fma|add)\S*\.ftz", code.ptx), "subnormal scales must survive"
 
 
-FAST = [T.MXFP4, T.Q3_K, T.BF16]
-by_type = pytest.mark.parametrize("kind", FAST, ids=lambda kind: kind.name)
+def by_type(kinds):
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.name)
 
 
-@by_type
+@by_type([T.MXFP4, T.Q3_K, T.BF16])
 def test_down_keeps_the_lessons(kind, tmp_path):
     check(code_of(down(kind), tmp_path), kind)
 
 
-@pytest.mark.parametrize("kind", [T.MXFP4, T.Q2_K], ids=lambda kind: kind.name)
+@by_type([T.MXFP4, T.Q2_K])
 def test_gate_and_up_keep_the_lessons(kind, tmp_path):
     check(code_of(gate_up(kind), tmp_path), kind, capped=is_capped(kind))
 
 
-@by_type
-def test_kernels_compile_for_consumer_cards(kind):
-    assert matrix_rows(kind, capability=SM_120).asm["cubin"]
+@by_type([T(kind) for kind in FORMATS])
+def test_a_matrix_of_every_type_keeps_the_lessons(kind, tmp_path):
+    check(code_of(matrix_rows(kind), tmp_path), kind)
+
+
+@by_type([T.MXFP4, T.Q2_K])
+def test_experts_compile_for_consumer_cards(kind):
+    assert gate_up(kind, capability=SM_120).asm["cubin"]
+    assert down(kind, capability=SM_120).asm["cubin"]
+
+
+@by_type([T.MXFP4, T.Q3_K])
+def test_unpacking_compiles(kind):
+    assert unpack(kind).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [SM_90, SM_120])
@@ -225,7 +246,7 @@ def test_the_kernels_without_weights_compile(capability):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [SM_90, SM_120])
 @pytest.mark.parametrize("m", N_TOGETHER)
-@pytest.mark.parametrize("kind", [T(kind) for kind in FORMATS], ids=lambda kind: kind.name)
+@by_type([T(kind) for kind in FORMATS])
 def test_every_kernel_of_every_type_keeps_the_lessons(kind, m, capability, tmp_path):
     fused = code_of(gate_up(kind, m, capability=capability), tmp_path)
     check(fused, kind, capped=is_capped(kind, m))

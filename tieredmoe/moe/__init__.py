@@ -1,5 +1,6 @@
 """Dequantisation, quantised matrices and the reference routed-expert FFN, in torch."""
 
+from tieredmoe.moe.activation import FusedActivation, SiTU, SwiGLU
 from tieredmoe.moe.dequant import dequantise
 from tieredmoe.moe.linear import PackedLinear
 from tieredmoe.moe.reference import (
@@ -14,9 +15,12 @@ from tieredmoe.moe.reference import (
 __all__ = [
     "Activation",
     "ExpertMatrices",
+    "FusedActivation",
     "PackedLinear",
     "Record",
     "RoutedBatch",
+    "SiTU",
+    "SwiGLU",
     "clamped_swiglu",
     "dequantise",
     "expert_matrices",

@@ -63,6 +63,11 @@ def check_type(ggml_type: int) -> None:
     dequantise(torch.zeros(n_bytes, dtype=torch.uint8), ggml_type, (n_weights,))
 
 
+def unpacked_by_host(ggml_type: int) -> bool:
+    """Whether ``dequantise`` takes bytes of ``ggml_type`` to the host and back."""
+    return ggml_type != T.F32 and ggml_type not in _CONVERTERS
+
+
 def dequantise(raw: torch.Tensor, ggml_type: int, shape: Sequence[int]) -> torch.Tensor:
     """The float32 values of ``raw``, shaped ``shape``: bit for bit those of the ``gguf`` package.
 

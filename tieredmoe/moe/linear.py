@@ -8,7 +8,7 @@ all in the way) and dequantising at load (four times the memory).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from gguf import GGMLQuantizationType
@@ -24,6 +24,23 @@ faults and cache misses made it three to six times slower, on MXFP4 and Q8_0 ali
 
 _DEVICE_BLOCK_NBYTES = 2**26
 """The same elsewhere: large enough that kernel launches do not count, far below a head's 2 GB."""
+
+
+class Linear(Protocol):
+    """A weight matrix W of ``shape`` (outputs, inputs), wherever and however its bytes are kept."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs, inputs."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x @ W.T``: float32 ``[..., inputs]`` to float32 ``[..., outputs]``."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` (int64, any shape) of W as float32 ``[*ids.shape, inputs]``."""
+
+    def split(self, n_parts: int) -> Sequence[Linear]:
+        """Matrices of equally many consecutive rows, ``n_parts`` of them, over the same bytes."""
 
 
 class PackedLinear:

@@ -19,6 +19,7 @@ from tieredmoe.moe.kernels.words import (
     half,
     half_power,
     load_pair,
+    masked_load,
     signed_byte,
 )
 
@@ -82,7 +83,7 @@ def load_block(TYPE: tl.constexpr, p32, row_byte, u, mask, EMU: tl.constexpr):
 def block_words(TYPE: tl.constexpr, block, j: tl.constexpr, zero, EMU: tl.constexpr):
     """Two words of four weight bytes: planes 2j and 2j+1 of x, for Q4_0 planes j and j+4."""
     if TYPE == MXFP4:
-        return e2m1_words(block[j], zero | -0x0C0D0E10, zero | -0x12111010, EMU)
+        return e2m1_words(block[j], zero, EMU)
     elif TYPE == Q4_0:
         return block[j] & 0x0F0F0F0F, (block[j] >> 4) & 0x0F0F0F0F
     else:
@@ -91,21 +92,30 @@ def block_words(TYPE: tl.constexpr, block, j: tl.constexpr, zero, EMU: tl.conste
 
 @triton.jit
 def dot_blocks(
-    TYPE: tl.constexpr, block, u, xs, sums, M: tl.constexpr, K: tl.constexpr, EMU: tl.constexpr
+    TYPE: tl.constexpr,
+    block,
+    u,
+    live,
+    xs,
+    sums,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    EMU: tl.constexpr,
 ):
     """Add the products of ``block`` with each of the M activation rows to ``sums``.
 
-    ``xs`` are M pointers to fixed-point rows, ``sums`` M float32 [C, R]; their new values are
-    returned. Integer sums are exact; one float multiplication per block and row.
+    Only where ``live`` (None: everywhere). ``xs`` are M pointers to fixed-point rows, ``sums`` M
+    float32 [C, R]; their new values are returned. Integer sums are exact; one float multiplication
+    per block and row.
     """
     N: tl.constexpr = K // 32
-    OFFSET: tl.constexpr = 16 if TYPE == MXFP4 else (-8 if TYPE == Q4_0 else 0)
+    OFFSET: tl.constexpr = -16 if TYPE == MXFP4 else (-8 if TYPE == Q4_0 else 0)
     scale = block[8] if len(block) == 9 else block[4]
     highs = ()
     lows = ()
     dxs = ()
     for m in tl.static_range(M):
-        dxs = dxs + (tl.load(xs[m] + K // 2 + 2 * N + u).to(tl.float32, bitcast=True),)
+        dxs = dxs + (masked_load(xs[m] + K // 2 + 2 * N + u, live).to(tl.float32, bitcast=True),)
         if OFFSET == 0:
             highs = highs + (tl.zeros_like(block[0]),)
             lows = lows + (tl.zeros_like(block[0]),)
@@ -138,7 +148,7 @@ def dot_blocks(
 @triton.jit
 def store_blocks(TYPE: tl.constexpr, block, u, out, row_mask, EMU: tl.constexpr):
     """Write the 32 values of each block, float32, to ``out`` [1, R] + its place in the row."""
-    OFFSET: tl.constexpr = 16 if TYPE == MXFP4 else (-8 if TYPE == Q4_0 else 0)
+    OFFSET: tl.constexpr = -16 if TYPE == MXFP4 else (-8 if TYPE == Q4_0 else 0)
     scale = block[8] if len(block) == 9 else block[4]
     p = out + (u * 32)[:, None]
     zero = (u >> 31)[:, None]

@@ -22,7 +22,7 @@ from tieredmoe.moe.kernels.blocks256 import (
     unit_scale,
     unit_word,
 )
-from tieredmoe.moe.kernels.words import dp4a, load_pair
+from tieredmoe.moe.kernels.words import dp4a, load_pair, masked_load
 
 
 @triton.jit
@@ -91,11 +91,20 @@ def _sub_unit(
 
 @triton.jit
 def dot_units(
-    TYPE: tl.constexpr, unit, u, xs, sums, M: tl.constexpr, K: tl.constexpr, EMU: tl.constexpr
+    TYPE: tl.constexpr,
+    unit,
+    u,
+    live,
+    xs,
+    sums,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    EMU: tl.constexpr,
 ):
     """Add the products of ``unit`` with each of the M activation rows to ``sums``.
 
-    ``xs`` are M pointers to fixed-point rows, ``sums`` M float32 [C, R]; returns the new sums.
+    Only where ``live`` (None: everywhere). ``xs`` are M pointers to fixed-point rows, ``sums`` M
+    float32 [C, R]; returns the new sums.
     """
     d = unit_d(TYPE, unit)
     for pair in tl.static_range(2):
@@ -107,7 +116,7 @@ def dot_units(
         new_sums = ()
         for m in tl.static_range(M):
             at = xs[m] + K // 2 + K // 8 + pair * (K // 128) + u // 2
-            dx = tl.load(at).to(tl.float32, bitcast=True)
+            dx = masked_load(at, live).to(tl.float32, bitcast=True)
             part = dx * (1.0 / common_step(TYPE, 2 * pair))
             total = highs[m].to(tl.float32) * 256.0 + lows[m].to(tl.float32)
             value = sums[m] + (d * part[:, None]) * total

@@ -9,11 +9,13 @@ bits each, in eight launch arguments: a launch on the experts that are ready nee
 own in device memory. Every pair has a row of its own in each output. Experts are found through a
 device table of slots, so a captured graph serves every token; a slot below 0 ends a program.
 
-With PDL a launch starts while the one before it drains, and waits in here for its results. Whatever
-came before the first of such launches has ended when the second starts, so down finds its expert
-before it waits. Rejected, as measured on an H200: loading or prefetching weights before the wait or
-one step ahead in the loop (2 to 20 % slower, for want of registers or in the L2 cache), and letting
-the last program of down do the sum (3 % slower).
+With PDL a launch starts while the one before it drains, and waits in here for its results. Each of
+these kernels waits before it lets the next one start, so whatever came before the one in front has
+ended: experts are found before the wait, for ids, their order and the table are made earlier, never
+by the kernel in front. Rejected, as measured on an H200: loading weights before the wait or one
+step ahead in the loop (for want of registers), prefetching them into the L2 cache, in bulk or row
+by row, or those of down from gate and up (2 to 30 % slower), and letting the last program of down
+do the sum (3 % slower).
 """
 
 import triton
@@ -123,11 +125,11 @@ def gate_up(
     """Kernel: R rows of gate and up of a unit's expert, activated, into h's activation rows."""
     position = _position(sel0, sel1, sel2, sel3, sel4, sel5, sel6, sel7)
     start = tl.program_id(0) * R
+    expert, pairs, rows = _pairs(ids, order, position, n_pairs, spare, M, SORTED)
+    slot = tl.load(slot_of + expert).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert, pairs, rows = _pairs(ids, order, position, n_pairs, spare, M, SORTED)
-    slot = tl.load(slot_of + expert).to(tl.int64)
     if slot < 0:
         return
     base = arena + slot * slot_nbytes
@@ -175,23 +177,18 @@ def expert_rows(
     R: tl.constexpr,
     C: tl.constexpr,
     SORTED: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
     EMU: tl.constexpr,
 ):
     """Kernel: R rows of one matrix of a unit's expert, float32, into y [pairs + 1, N].
 
-    ``X_PER_ROW`` pairs share an activation row: 1 for down, top-k for gate or up. ``EARLY``: a
-    kernel of this file on the same experts came just before, so they are found before the wait.
+    ``X_PER_ROW`` pairs share an activation row: 1 for down, top-k for gate or up.
     """
     position = _position(sel0, sel1, sel2, sel3, sel4, sel5, sel6, sel7)
     start = tl.program_id(0) * R
-    if PDL and not EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     expert, pairs, rows = _pairs(ids, order, position, n_pairs, spare, M, SORTED)
     slot = tl.load(slot_of + expert).to(tl.int64)
-    if PDL and EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if slot < 0:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tieredmoe.moe.dequant import row_nbytes
-from tieredmoe.moe.kernels.ffn import activate, expert_rows, gate_up
+from tieredmoe.moe.kernels.ffn import activate, combine, expert_rows, gate_up
 from tieredmoe.moe.kernels.fixed_rows import part
 from tieredmoe.moe.kernels.tiles import gate_up_tile, row_tile
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tieredmoe.moe.kernels.activation import FusedActivation
+    from tieredmoe.moe.activation import FusedActivation
     from tieredmoe.moe.kernels.fixed_rows import FixedRows
     from tieredmoe.moe.kernels.formats import Format
     from tieredmoe.moe.kernels.plan import ExpertPlan
@@ -41,6 +41,14 @@ class Launches:
         workspace: Workspace,
         is_sorted: bool,
     ) -> None:
+        assert ids.is_contiguous(), ids.stride()
+        # Kernels are compiled for records at multiples of 16.
+        assert arena.data_ptr() % 16 == arena.stride(0) % 16 == 0, (
+            arena.data_ptr(),
+            arena.stride(),
+        )
+        assert arena.stride(1) == 1, arena.stride()
+        assert arena.shape[1] >= plan.layout.payload_nbytes, (arena.shape, plan.layout)
         self._plan = plan
         self._activation = activation
         self._ids = ids
@@ -76,6 +84,23 @@ class Launches:
                 self._rows(self._up, up, rows, self._work.up, units)
                 self._activate(down)
             self._rows(self._down, down, self._work.h, self._work.y, units, is_last=True)
+
+    def combine(self, weights: torch.Tensor, hidden: int, out: torch.Tensor | None) -> torch.Tensor:
+        """The sum over k of all pairs' rows times ``weights`` [T, k], into ``out`` if given."""
+        n_tokens, top_k = weights.shape
+        assert weights.is_contiguous(), weights.stride()
+        if out is None:
+            out = self._work.out.view(-1)[: n_tokens * hidden].view(n_tokens, hidden)
+        assert out.is_contiguous(), out.stride()
+        n_part = 64
+        self._work.kernels.launch(
+            combine,
+            (-(-hidden // n_part), n_tokens),
+            (self._work.y, weights, out),
+            (hidden, top_k, n_part),
+            {"num_warps": 1},
+        )
+        return out
 
     def _gate_up(self, kind: Format, down: Format, units: _Units) -> None:
         n_rows, n_columns = self._gate.shape
@@ -146,7 +171,6 @@ class Launches:
                 tile.R,
                 tile.C,
                 self._sorted,
-                is_last and self._plan.fused,
             ),
             tile.options,
         )

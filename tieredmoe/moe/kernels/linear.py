@@ -16,7 +16,7 @@ from tieredmoe.moe.kernels.device import Kernels
 from tieredmoe.moe.kernels.ffn import matrix_rows
 from tieredmoe.moe.kernels.fixed_rows import FixedRows
 from tieredmoe.moe.kernels.plan import readable
-from tieredmoe.moe.kernels.tiles import N_TOGETHER_MAX, row_tile, together
+from tieredmoe.moe.kernels.tiles import N_TOGETHER_MAX, matrix_tile, together
 from tieredmoe.moe.kernels.unpacked import unpack
 from tieredmoe.moe.linear import PackedLinear
 
@@ -56,12 +56,14 @@ class LinearWorkspace:
 class DeviceLinear:
     """``x @ W.T`` in float32 for a matrix ``W`` (outputs, inputs) kept as GGUF bytes on a device.
 
-    ``raw`` is uint8 holding exactly the matrix. Activations are rounded to 16 bits relative to the
+    ``raw`` is uint8 holding exactly the matrix, neither copied nor kept in another form: what is
+    written there later counts. Where it starts at no multiple of 16 it has no kernel (``kind`` is
+    None) and ``PackedLinear`` does the work. Activations are rounded to 16 bits relative to the
     largest of 32 or 64 neighbours (not for F16 and BF16 weights, nor for many rows). Raises
     ``ValueError`` when ``raw`` does not fit ``shape``; see ``readable`` for what can be served.
     """
 
-    __slots__ = ("_ggml_type", "_packed", "_raw", "_row_nbytes", "_work", "kind", "shape")
+    __slots__ = ("_packed", "_row_nbytes", "ggml_type", "kind", "raw", "shape", "workspace")
 
     def __init__(
         self,
@@ -71,16 +73,13 @@ class DeviceLinear:
         *,
         workspace: LinearWorkspace,
     ) -> None:
-        kind = readable(ggml_type, shape)
-        if kind is not None and raw.data_ptr() % 16:
-            raw = raw.clone()
-        self._ggml_type = ggml_type
         self._packed = PackedLinear(raw, ggml_type, shape)
-        self._raw = raw.reshape(1, -1)
         self._row_nbytes = row_nbytes(ggml_type, shape[1])
-        self._work = workspace
-        self.kind: Format | None = kind
+        self.ggml_type = ggml_type
+        self.kind: Format | None = None if raw.data_ptr() % 16 else readable(ggml_type, shape)
+        self.raw = raw
         self.shape = shape
+        self.workspace = workspace
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ W.T``: floats ``[..., inputs]`` to float32 ``[..., outputs]``, ``out`` if given."""
@@ -94,7 +93,7 @@ class DeviceLinear:
         elif len(flat) > N_PACKED_MAX:
             self._through_scratch(self.kind, flat.float(), y)
         else:
-            self.multiply(self._work.rows.fill(flat, self.kind.order), out=y)
+            self.multiply(self.workspace.rows.fill(flat, self.kind.order), out=y)
         return out
 
     def multiply(self, rows: FixedRows, *, out: torch.Tensor) -> torch.Tensor:
@@ -110,11 +109,11 @@ class DeviceLinear:
         assert rows.order == kind.order, (rows, kind)
         assert rows.shape[1] == n_columns, (rows, self)
         m = together(min(n_x, N_TOGETHER_MAX))
-        tile = row_tile(kind, n_columns, m)
-        self._work.kernels.launch(
+        tile = matrix_tile(kind, n_columns, m)
+        self.workspace.kernels.launch(
             matrix_rows,
             (-(-n_x // m), -(-n_rows // tile.R)),
-            (self._raw, rows.words, rows.words.stride(0), out, n_x),
+            (self.raw, rows.words, rows.words.stride(0), out, n_x),
             (kind.ggml_type, n_columns, n_rows, self._row_nbytes, m, tile.R, tile.C),
             tile.options,
         )
@@ -127,20 +126,20 @@ class DeviceLinear:
     def split(self, n_parts: int) -> Sequence[DeviceLinear]:
         """The matrix as ``n_parts`` matrices of equally many consecutive rows, sharing its bytes.
 
-        ``n_parts`` divides the number of rows. Parts that start at no multiple of 16 are copied.
+        ``n_parts`` divides the number of rows.
         """
         n_rows, n_columns = self.shape
         assert n_rows % n_parts == 0, (self.shape, n_parts)
         shape = (n_rows // n_parts, n_columns)
-        kind = self._ggml_type
+        kind = self.ggml_type
         return [
-            DeviceLinear(part, kind, shape, workspace=self._work)
-            for part in self._raw.view(-1).chunk(n_parts)
+            DeviceLinear(part, kind, shape, workspace=self.workspace)
+            for part in self.raw.view(-1).chunk(n_parts)
         ]
 
     def _through_scratch(self, kind: Format, x: torch.Tensor, y: torch.Tensor) -> None:
         n_rows, n_columns = self.shape
-        scratch = self._work.scratch
+        scratch = self.workspace.scratch
         n_run = scratch.numel() // n_columns
         for start in range(0, n_rows, n_run):
             n = min(n_run, n_rows - start)
@@ -148,11 +147,11 @@ class DeviceLinear:
             unpack(
                 kind,
                 weights,
-                arena=self._raw,
-                slot_of=self._work.slot_of,
+                arena=self.raw.view(1, -1),
+                slot_of=self.workspace.slot_of,
                 expert=0,
                 offset=start * self._row_nbytes,
-                kernels=self._work.kernels,
+                kernels=self.workspace.kernels,
             )
             torch.matmul(x, weights.T, out=y[:, start : start + n])
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tieredmoe.moe.kernels.ffn import combine, sort_pairs
+from tieredmoe.moe.kernels.ffn import sort_pairs
 from tieredmoe.moe.kernels.launches import Launches
 from tieredmoe.moe.kernels.plan import expert_plan
 from tieredmoe.moe.kernels.tiles import N_TOGETHER_MAX, together
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tieredmoe.moe.kernels.activation import FusedActivation
+    from tieredmoe.moe.activation import FusedActivation
     from tieredmoe.moe.kernels.workspace import Workspace
     from tieredmoe.spec import ExpertLayout
 
@@ -44,8 +44,7 @@ class DeviceRoutedBatch:
     fetch to acquire the experts. ``arena`` is uint8 [slots, slot_nbytes], ``slot_of`` int32
     [experts], the slot of each expert of this layer, -1 where it is absent: an expert must be
     resident, in stream order, from ``add`` until its kernels have run. All tensors are used until
-    ``finish``'s result has been computed; the result is a view of the workspace, overwritten by the
-    next batch.
+    ``finish``'s result has been computed.
     """
 
     def __init__(
@@ -65,15 +64,6 @@ class DeviceRoutedBatch:
         assert n_tokens <= workspace.n_tokens, (n_tokens, workspace)
         assert top_k == workspace.top_k, (top_k, workspace)
         assert ids.numel() <= N_PAIRS_MAX, ids.shape
-        assert ids.is_contiguous(), ids.stride()
-        assert weights.is_contiguous(), weights.stride()
-        # Kernels are compiled for records at multiples of 16.
-        assert arena.data_ptr() % 16 == arena.stride(0) % 16 == 0, (
-            arena.data_ptr(),
-            arena.stride(),
-        )
-        assert arena.stride(1) == 1, arena.stride()
-        assert arena.shape[1] >= layout.payload_nbytes, (arena.shape, layout)
         self._x = x
         self._weights = weights
         self._plan = expert_plan(layout)
@@ -131,21 +121,13 @@ class DeviceRoutedBatch:
         for size, positions in sorted(by_size.items()):
             self._launches.run(positions, n_together=size)
 
-    def finish(self) -> torch.Tensor:
-        """The weighted sum over k in routing order, float32 [T, H]; every expert has been added."""
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The weighted sum over k in routing order, float32 [T, H]; every expert has been added.
+
+        In ``out``, contiguous, where given; else in the workspace, until the next batch.
+        """
         assert not self._waiting, f"experts {sorted(self._waiting)} were chosen but not executed"
-        n_tokens, top_k = self._weights.shape
-        hidden = self._x.shape[1]
-        out = self._work.out.view(-1)[: n_tokens * hidden].view(n_tokens, hidden)
-        n_part = 64
-        self._work.kernels.launch(
-            combine,
-            (-(-hidden // n_part), n_tokens),
-            (self._work.y, self._weights, out),
-            (hidden, top_k, n_part),
-            {"num_warps": 1},
-        )
-        return out
+        return self._launches.combine(self._weights, self._x.shape[1], out)
 
     def _unpacked(self, expert: int, pairs: Sequence[int]) -> None:
         """Execute ``expert`` through float32 matrices in scratch memory."""

@@ -15,6 +15,7 @@ from tieredmoe.moe.kernels.blocks32 import dot_blocks, load_block, store_blocks
 from tieredmoe.moe.kernels.blocks256 import load_unit
 from tieredmoe.moe.kernels.dot256 import dot_units, store_units
 from tieredmoe.moe.kernels.formats import BF16, F16, MXFP4, Q4_0, Q8_0
+from tieredmoe.moe.kernels.words import masked_load
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _load_floats(p32, row_byte, u, mask, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _dot_floats(TYPE: tl.constexpr, words, u, xs, sums, M: tl.constexpr, K: tl.constexpr):
+def _dot_floats(TYPE: tl.constexpr, words, u, live, xs, sums, M: tl.constexpr, K: tl.constexpr):
     """Add eight products to each of the M sums; x lies in eight planes of floats."""
     new_sums = ()
     for m in tl.static_range(M):
@@ -52,8 +53,9 @@ def _dot_floats(TYPE: tl.constexpr, words, u, xs, sums, M: tl.constexpr, K: tl.c
         total = sums[m]
         for i in tl.static_range(4):
             first, second = _floats(TYPE, words[i])
-            xa = tl.load(x + 2 * i * (K // 8)).to(tl.float32, bitcast=True)[:, None]
-            xb = tl.load(x + (2 * i + 1) * (K // 8)).to(tl.float32, bitcast=True)[:, None]
+            xa = masked_load(x + 2 * i * (K // 8), live).to(tl.float32, bitcast=True)[:, None]
+            xb = masked_load(x + (2 * i + 1) * (K // 8), live)
+            xb = xb.to(tl.float32, bitcast=True)[:, None]
             total = tl.fma(first, xa + tl.zeros_like(first), total)
             total = tl.fma(second, xb + tl.zeros_like(second), total)
         new_sums = new_sums + (total,)
@@ -81,13 +83,15 @@ def _load(
 
 
 @triton.jit
-def _dot(TYPE: tl.constexpr, w, u, xs, sums, M: tl.constexpr, K: tl.constexpr, EMU: tl.constexpr):
+def _dot(
+    TYPE: tl.constexpr, w, u, live, xs, sums, M: tl.constexpr, K: tl.constexpr, EMU: tl.constexpr
+):
     if TYPE == F16 or TYPE == BF16:
-        return _dot_floats(TYPE, w, u, xs, sums, M, K)
+        return _dot_floats(TYPE, w, u, live, xs, sums, M, K)
     elif TYPE == MXFP4 or TYPE == Q4_0 or TYPE == Q8_0:
-        return dot_blocks(TYPE, w, u, xs, sums, M, K, EMU)
+        return dot_blocks(TYPE, w, u, live, xs, sums, M, K, EMU)
     else:
-        return dot_units(TYPE, w, u, xs, sums, M, K, EMU)
+        return dot_units(TYPE, w, u, live, xs, sums, M, K, EMU)
 
 
 @triton.jit
@@ -105,7 +109,8 @@ def row_dots(
     """M tensors float32 [R]: the rows of K weights at ``base + row_byte`` times M activation rows.
 
     ``base`` is a uint8 pointer at a multiple of 16, ``xs`` a tuple of M int32 pointers to rows in
-    the type's order; ``C`` units of a row are done at a time, and divide it.
+    the type's order; ``C`` units of a row are done at a time; where they do not divide it,
+    lanes beyond its end do the last unit again, times zero.
     """
     p32 = base.to(tl.pointer_type(tl.int32))
     sums = ()
@@ -114,8 +119,13 @@ def row_dots(
     UNITS: tl.constexpr = units_in(TYPE, K)
     lane = tl.arange(0, C)
     for start in range(0, UNITS, C):
-        w = _load(TYPE, p32, row_byte, start + lane, None, R, C, EMU)
-        sums = _dot(TYPE, w, start + lane, xs, sums, M, K, EMU)
+        u = start + lane
+        live = None
+        if UNITS % C != 0:
+            live = u < UNITS
+            u = tl.minimum(u, UNITS - 1)
+        w = _load(TYPE, p32, row_byte, u, None, R, C, EMU)
+        sums = _dot(TYPE, w, u, live, xs, sums, M, K, EMU)
     totals = ()
     for m in tl.static_range(M):
         totals = totals + (tl.sum(sums[m], 0),)

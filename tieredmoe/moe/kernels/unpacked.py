@@ -17,7 +17,7 @@ from tieredmoe.moe.kernels.tiles import unpack_tile
 if TYPE_CHECKING:
     import torch
 
-    from tieredmoe.moe.kernels.activation import FusedActivation
+    from tieredmoe.moe.activation import FusedActivation
     from tieredmoe.moe.kernels.device import Kernels
     from tieredmoe.moe.kernels.formats import Format
     from tieredmoe.moe.kernels.plan import ExpertPlan

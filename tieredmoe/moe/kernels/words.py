@@ -67,6 +67,15 @@ def load_pair(p):
 
 
 @triton.jit
+def masked_load(p, live):
+    """What ``p`` points to, zero where ``live`` is false; ``live`` None stands for everywhere."""
+    if live is None:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=live, other=0)
+
+
+@triton.jit
 def half(word):
     """The float16 in the low half of a word, as float32."""
     return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -97,19 +106,19 @@ def _e2m1_bytes(n0, n1, n2, n3):
         code = n0 if i == 0 else (n1 if i == 1 else (n2 if i == 2 else n3))
         m = code & 7
         value = tl.where(m < 4, m, tl.where(m < 6, 2 * m - 4, 4 * m - 16))
-        value = tl.where((code & 8) != 0, -value, value) - 16
-        packed = packed | ((value & 255) << (8 * i))
+        packed = packed | ((tl.where((code & 8) != 0, -value, value) + 16) << (8 * i))
     return packed
 
 
 @triton.jit
-def e2m1_words(word, low_table, low_negatives, EMU: tl.constexpr):
-    """Eight E2M1 codes as two words of bytes, each byte twice its value minus 16.
+def e2m1_words(word, zero, EMU: tl.constexpr):
+    """Eight E2M1 codes as two words of bytes, each byte twice its value plus 16.
 
-    Byte order: the low then the high nibble of byte 0, of byte 1; then of bytes 2 and 3. With 16
-    subtracted every table byte is negative, and ``prmt`` answers 0xFF for a code of the other sign:
-    two look-ups and one AND do four codes. The tables' low halves, 0xF3F2F1F0 and 0xEDEEEFF0, come
-    as run-time values: constants would sit in uniform registers and be copied before every use.
+    Byte order: the low then the high nibble of byte 0, of byte 1; then of bytes 2 and 3. Table
+    bytes are positive, so ``prmt`` answers 0 for a code of the other sign: two look-ups and one sum
+    do four codes. The sum is a multiplication by one, which keeps it off the unit that look-ups and
+    shifts fill; the compiler must not know that, nor the tables' low halves, which as constants sit
+    in uniform registers and are copied before every use. ``zero`` is a zero that it does not know.
     """
     if EMU:
         first = _e2m1_bytes(word & 15, (word >> 4) & 15, (word >> 8) & 15, (word >> 12) & 15)
@@ -122,19 +131,19 @@ def e2m1_words(word, low_table, low_negatives, EMU: tl.constexpr):
             """{
             .reg .b32 w, x, p, q, r;
             xor.b32 x, $2, 0x88888888;
-            prmt.b32 p, $3, 0xFCF8F6F4, $2;
-            prmt.b32 q, $4, 0xE4E8EAEC, x;
-            and.b32 r, p, q;
+            prmt.b32 p, $3, 0x1C181614, $2;
+            prmt.b32 q, $4, 0x04080A0C, x;
+            mad.lo.s32 r, p, $5, q;
             shr.u32 w, $2, 16;
             shr.u32 x, x, 16;
-            prmt.b32 p, $3, 0xFCF8F6F4, w;
-            prmt.b32 q, $4, 0xE4E8EAEC, x;
-            and.b32 q, p, q;
+            prmt.b32 p, $3, 0x1C181614, w;
+            prmt.b32 q, $4, 0x04080A0C, x;
+            mad.lo.s32 q, p, $5, q;
             mov.b32 $0, r;
             mov.b32 $1, q;
             }""",
-            "=&r,=&r,r,r,r",
-            [word, low_table, low_negatives],
+            "=&r,=&r,r,r,r,r",
+            [word, zero | 0x13121110, zero | 0x0D0E0F10, zero | 1],
             dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,

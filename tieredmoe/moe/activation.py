@@ -1,4 +1,4 @@
-"""The activations that kernels can apply between gate/up and down, as data.
+"""The activations between gate/up and down of a routed expert, as data.
 
 Each is also the plain torch function, so the same object serves a kernel, the paths without one and
 a reference. Rejected: passing a Python function (no kernel can be made from it).
