@@ -28,6 +28,7 @@ WRONG = {
     "repair_from": [True, 5, b"x", (), "\0"],
     "stats_path": [True, 5, b"x", [], "\0"],
     "stats_every": [True, 0, 2.5, "9"],
+    "prefetch_slots": [True, -1, 1.5, "8", 10**6],
     "trace_events": [True, -1, 0.5, "9", 2**25],
 }
 
@@ -66,7 +67,7 @@ def test_every_backend_can_be_chosen(name):
 def test_unknown_settings_are_told_along_with_wrong_values():
     with pytest.raises(ConfigError) as caught:
         HierarchyConfig.from_mapping({"vrm": 1, 3: 4, "policy": "zz"})
-    for part in ("'vrm'", "3", "'zz'", "known are vram"):
+    for part in ("'vrm'", "3", "'zz'", "known are device, vram"):
         assert part in str(caught.value)
 
 

@@ -13,8 +13,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tieredmoe.entry import ABSENT, FILLING, READY
 from tieredmoe.policies import make_policy
-from tieredmoe.residency import ABSENT, FILLING, READY, Residency
+from tieredmoe.residency import Residency
 from tieredmoe.spec import ExpertKey
 
 LAYERS = (1, 2)
@@ -34,10 +35,36 @@ class Model:
         self.last_use = {}
         self.clock = 0
         self.counts = Counter()
+        self.slots = {}  # where a resident key is: which one it gets is not the model's to say
+        self.swept = []
+        self.n_ring = 0
+        self.ring = {}  # key: whether it is known to be wrong; those first that go first
+
+    def in_use(self, keys):
+        """Those of ``keys`` that are in slots which have not been given up."""
+        return [key for key in keys if self.slots[key] < self.n_slots]
+
+    def resize(self, n_slots):
+        self.n_slots = n_slots
+        self.sweep()
+
+    def sweep(self):
+        idle = [key for key, pins in self.ready.items() if not pins]
+        for key in set(idle) - set(self.in_use(idle)):
+            self.evict(key)
+            self.swept.append(key)
+
+    def evict(self, key):
+        del self.ready[key]
+        self.forget(key)
+        self.counts["evictions"] += 1
+        if self.ring.pop(key, None) is not None:
+            self.counts["wasted"] += 1
 
     def room(self):
-        taken = len(self.filling) + sum(pins > 0 for pins in self.ready.values())
-        return self.n_slots - taken
+        self.sweep()
+        taken = [*self.filling, *(key for key, pins in self.ready.items() if pins)]
+        return self.n_slots - len(self.in_use(taken))
 
     def n_fitting(self, keys):
         room = self.room()
@@ -66,16 +93,74 @@ class Model:
             elif key in self.filling:
                 self.counts["joins"] += 1
                 self.counts["misses"] += 1
+                self.take_out(key)
                 self.filling[key] += 1
         for key in absent:
             self.counts["misses"] += 1
-            if len(self.ready) + len(self.filling) == self.n_slots:
-                victim = self.victim()
-                del self.ready[victim]
-                self.forget(victim)
-                self.counts["evictions"] += 1
+            if self.full():
+                self.evict(self.victim() or self.guesses()[0])
             self.filling[key] = 1
+            self.slots[key] = 0  # some slot in use, until the machine says which
         return absent
+
+    def full(self):
+        return len(self.in_use([*self.ready, *self.filling])) == self.n_slots
+
+    def guesses(self, *, wrong=False):
+        """Those in the ring that have landed, those first that go first."""
+        return [k for k, is_wrong in self.ring.items() if k in self.ready and is_wrong >= wrong]
+
+    def prefetch(self, keys):
+        """The keys to fill."""
+        self.sweep()
+        for key in keys:
+            if key in self.ring:
+                del self.ring[key]
+                self.ring[key] = False
+        absent = []
+        for key in keys:
+            if key in self.filling or key in self.ready:
+                continue
+            below = len(self.ring) < self.n_ring
+            if not below or self.full():
+                victims = self.guesses(wrong=True)
+                if below and self.victim():
+                    victims.append(self.victim())
+                victims += self.guesses()
+                if not victims or victims[0] in keys:
+                    break
+                self.evict(victims[0])
+            self.filling[key] = 0
+            self.slots[key] = 0
+            self.ring[key] = False
+            self.counts["issued"] += 1
+            absent.append(key)
+        return absent
+
+    def mark_wrong(self, layer, chosen):
+        wrong = [k for k in self.ring if k.layer == layer and k.expert not in chosen]
+        again = [k for k in wrong if not self.ring[k]]
+        known = [k for k, is_wrong in self.ring.items() if is_wrong]
+        right = [k for k in self.ring if k not in known + again]
+        self.ring = dict.fromkeys(known + again, True) | dict.fromkeys(right, False)
+        return [key for key in again if key in self.filling]
+
+    def limit_ring(self, n_max):
+        self.sweep()
+        self.n_ring = n_max
+        evicted = []
+        for key in list(self.ring)[: max(0, len(self.ring) - n_max)]:
+            if key in self.ready:
+                self.evict(key)
+                evicted.append(key)
+            else:
+                del self.ring[key]
+                self.counts["wasted"] += 1
+        return evicted
+
+    def take_out(self, key):
+        if self.ring.pop(key, None) is not None:
+            self.counts["useful" if key in self.ready else "late"] += 1
 
     def pinned_hits(self, keys):
         if any(key not in self.ready for key in keys):
@@ -87,6 +172,7 @@ class Model:
         return True
 
     def pin_ready(self, key):
+        self.take_out(key)
         self.ready[key] += 1
         self.forget(key)
 
@@ -96,11 +182,16 @@ class Model:
 
     def commit(self, key):
         self.ready[key] = self.filling.pop(key)
-        if not self.ready[key]:
+        if not self.ready[key] and key not in self.ring:
             self.cold.append(key)
 
+    def abort(self, key, how):
+        del self.filling[key]
+        if self.ring.pop(key, None) is not None:
+            self.counts[how] += 1
+
     def victim(self):
-        evictable = [key for key, pins in self.ready.items() if not pins]
+        evictable = [k for k, pins in self.ready.items() if not pins and k not in self.ring]
         if self.cold:
             return self.cold[0]
         if self.policy == "lru":
@@ -118,6 +209,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         policy = make_policy(self.policy, n_slots=n_slots, layers=LAYERS, top_k=2)
         self.residency = Residency(n_slots, policy)
         self.model = Model(n_slots, self.policy)
+        self.limit_ring(n_slots // 2)
         self.in_hand = []
         self.filling = []
 
@@ -137,6 +229,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert [entry.key for entry in admission.entries] == keys
         assert [entry.key for entry in admission.to_fill] == to_fill
         assert all(entry.state is FILLING for entry in admission.to_fill)
+        for entry in admission.to_fill:
+            assert entry.slot_index < self.model.n_slots
+            self.model.slots[entry.key] = entry.slot_index
         self.in_hand += admission.entries
         self.filling += admission.to_fill
 
@@ -160,6 +255,27 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.let_go(entry)
         del self.in_hand[in_hand:], self.filling[filling:]
 
+    @rule(keys=keys)
+    def prefetch(self, keys):
+        entries = self.residency.prefetch(keys)
+        assert [entry.key for entry in entries] == self.model.prefetch(keys)
+        for entry in entries:
+            assert entry.state is FILLING
+            assert entry.slot_index < self.model.n_slots
+            self.model.slots[entry.key] = entry.slot_index
+        self.filling += entries
+
+    @rule(keys=keys)
+    def mark_wrong(self, keys):
+        layer = keys[0].layer if keys else LAYERS[0]
+        chosen = {key.expert for key in keys}
+        found = self.residency.mark_wrong(layer, chosen)
+        assert [entry.key for entry in found] == self.model.mark_wrong(layer, chosen)
+
+    @rule(n_max=st.integers(0, 4))
+    def limit_ring(self, n_max):
+        assert self.residency.limit_ring(n_max) == self.model.limit_ring(n_max)
+
     @precondition(lambda self: self.filling)
     @rule(data=st.data())
     def commit(self, data):
@@ -169,8 +285,9 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         entry = self.pick(data, self.filling)
-        self.residency.abort(entry)
-        del self.model.filling[entry.key]
+        dropped = data.draw(st.booleans())
+        self.residency.abort(entry, dropped=dropped)
+        self.model.abort(entry.key, "dropped" if dropped else "failed")
         assert entry.state is ABSENT
         assert self.residency.entries.get(entry.key) is None
 
@@ -195,6 +312,23 @@ class ResidencyMachine(RuleBasedStateMachine):
     def n_fitting(self, keys):
         assert self.residency.n_fitting(keys) == self.model.n_fitting(keys)
 
+    @rule()
+    def n_available(self):
+        assert self.residency.n_available == self.model.room()
+
+    @rule(n_slots=st.integers(1, 8))
+    def resize(self, n_slots):
+        self.residency.resize(n_slots)
+        self.model.resize(n_slots)
+
+    @rule()
+    def sweep(self):
+        self.model.sweep()
+        assert sorted(self.residency.sweep()) == sorted(self.model.swept)
+        self.model.swept = []
+        stranded = [*self.model.filling, *self.model.ready]
+        assert self.residency.n_stranded == len(stranded) - len(self.model.in_use(stranded))
+
     @staticmethod
     def pick(data, things):
         return things.pop(data.draw(st.integers(0, len(things) - 1)))
@@ -206,15 +340,20 @@ class ResidencyMachine(RuleBasedStateMachine):
         residency, model = self.residency, self.model
         residency.check()
         assert residency.policy.victim() == model.victim()
-        assert residency.n_available == model.room()
         found = {FILLING: {}, READY: {}}
         for key, entry in residency.entries.items():
             found[entry.state][key] = entry.pins
         assert found == {FILLING: model.filling, READY: model.ready}
         counted = {name: getattr(residency, name) for name in COUNTERS}
         assert counted == {name: model.counts[name] for name in COUNTERS}
+        assert {k: e.stale for k, e in residency.ring.entries.items()} == model.ring
+        assert list(residency.ring.entries) == list(model.ring)
+        for name in FATES:
+            n = sum(getattr(counts, name) for counts in residency.ring.counts.values())
+            assert n == model.counts[name], name
 
 
+FATES = ("issued", "useful", "late", "wasted", "dropped", "failed")
 COUNTERS = ("hits", "misses", "joins", "evictions")
 
 

@@ -1,6 +1,7 @@
 """The hierarchy on its own thread: two faces, full hits without it, and what is refused."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 
 import pytest
@@ -18,7 +19,7 @@ from threaded_stage import (
     wait_until,
 )
 
-from tieredmoe.errors import ClosedError
+from tieredmoe.errors import BudgetError, ClosedError
 from tieredmoe.policies import LRUPolicy
 from tieredmoe.threaded import ThreadedHierarchy
 
@@ -193,6 +194,30 @@ def test_what_has_landed_is_given_back_without_the_loop():
         with blocked_loop(hierarchy):
             lease.release()
             assert hierarchy._hierarchy.top.residency.n_available == 2
+
+
+def test_it_can_be_resized_from_any_thread_and_any_loop():
+    with open_threaded((2, 4)) as hierarchy:
+        assert hierarchy.arena is hierarchy._hierarchy.top.arena
+        assert hierarchy.resize_blocking(2) == 2
+        assert hierarchy.stats().cache_capacity_experts == 2
+        assert asyncio.run(hierarchy.resize(4)) == 4
+        with pytest.raises(ValueError, match="opened with 4 slots, not 5"):
+            hierarchy.resize_blocking(5)
+        with pytest.raises(BudgetError, match="1 slots are fewer"):
+            asyncio.run(hierarchy.resize(1))
+
+
+def test_a_full_hit_given_back_in_its_thread_lets_a_resize_end():
+    with open_threaded((4,)) as hierarchy:
+        resident(hierarchy, 0, 0, 1, 2, 3)
+        lease = hierarchy.acquire_blocking(0, [0, 1, 2, 3])
+        with ThreadPoolExecutor(1) as caller:
+            resizing = caller.submit(hierarchy.resize_blocking, 2)
+            wait_until(lambda: hierarchy.stats().cache_capacity_experts == 2)
+            assert not resizing.done()
+            lease.release()
+            assert resizing.result(PATIENCE) == 2
 
 
 @pytest.mark.parametrize("landed", [True, False])

@@ -169,7 +169,7 @@ def assert_at_rest(hierarchy):
 
     async def settle(core):
         for tier in tiers(core):
-            await tier.drain()
+            await tier.transfers.drain()
         for _ in range(3):
             await asyncio.sleep(0)
         assert not core._leases.owners

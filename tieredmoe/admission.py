@@ -12,6 +12,7 @@ from tieredmoe.trace import EventKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from tieredmoe.lease import Lease, Leases
     from tieredmoe.spec import ExpertKey
@@ -45,10 +46,9 @@ async def admit(
         return leases.grant(layer, admission, owner=owner, wake=wake)
     holds = bool(leases.held_by({owner}))
     if holds:
-        # Those who wait while they hold give nothing back before they are served.
-        held = leases.held_by(leases.waiting | {owner})
-        if len(held.union(keys)) > n_slots:
-            raise WorkingSetTooLargeError(n_wanted=len(keys), n_slots=n_slots, n_held=len(held))
+        refusal = _never_fitting(leases, keys, leases.waiting | {owner})
+        if refusal is not None:
+            raise refusal
     goes_ahead = holds and tier.residency.n_fitting(keys) == len(keys)
     if tier.n_waiting >= leases.waiting_max and not goes_ahead:
         raise QueueFullError(waiting_max=leases.waiting_max)
@@ -69,6 +69,30 @@ async def admit(
     return lease
 
 
+def hopeless(leases: Leases, ticket: Ticket) -> WorkingSetTooLargeError | None:
+    """Why ``ticket``, in the queue of a tier that has lost slots, may wait for ever; else None."""
+    n_slots = leases.tier.residency.n_slots
+    if len(ticket.keys) > n_slots:
+        return WorkingSetTooLargeError(n_wanted=len(ticket.keys), n_slots=n_slots)
+    if ticket.owner not in leases.waiting:
+        return None
+    return _never_fitting(leases, ticket.keys, leases.waiting)
+
+
+def _never_fitting(
+    leases: Leases, keys: Sequence[ExpertKey], waiting: AbstractSet[object]
+) -> WorkingSetTooLargeError | None:
+    """The refusal of ``keys`` if the holders ``waiting``, the caller among them, leave too little.
+
+    Those who wait while they hold give nothing back before they are served.
+    """
+    n_slots = leases.tier.residency.n_slots
+    held = leases.held_by(waiting)
+    if len(held.union(keys)) <= n_slots:
+        return None
+    return WorkingSetTooLargeError(n_wanted=len(keys), n_slots=n_slots, n_held=len(held))
+
+
 class _Waiting:
     """One acquire in the queue.
 
@@ -85,10 +109,11 @@ class _Waiting:
         wake: asyncio.Event | None,
     ) -> None:
         self.granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self.ticket = Ticket(keys, self._on_granted, self._on_refused)
+        self.ticket = Ticket(keys, self._on_granted, self._on_refused, owner)
         self._lease: Lease | None = None
         self._refused = False
         self._layer = layer
+        self._leases = leases
         self._tier = leases.tier
         number = self._note(EventKind.QUEUED, None)
         self._make = partial(leases.grant, layer, owner=owner, wake=wake, number=number)
@@ -110,6 +135,7 @@ class _Waiting:
 
     def _on_refused(self, error: BaseException) -> None:
         self._refused = True
+        self._leases.waiting.discard(self.ticket.owner)  # its task may run much later
         self._note(EventKind.LEFT, self._number)
         if not self.granted.done():
             self.granted.set_exception(error)

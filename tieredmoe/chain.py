@@ -1,7 +1,11 @@
-"""The usual chain over a model: disk → staging → top tier, all memory from one pool of huge pages.
+"""The usual chain over a model: disk → staging or RAM → top tier, all host memory from one pool.
 
-Tiers compose by their constructors, so another chain (a RAM cache between disk and staging, no
-staging) is a few lines of its owner's; this is the one that fits most.
+The top tier is host memory or one GPU's. A machine with several GPUs has a hierarchy per GPU, each
+with staging, backend and copy stream of its own: nothing is shared that one could block.
+
+The RAM tier is staging with as many slots as memory allows, which keeps what the top tier evicts:
+reads land in its slots, so there is no staging beside it. Tiers compose by their constructors, so
+another chain is a few lines of its owner's; this is the one that fits most.
 """
 
 from __future__ import annotations
@@ -11,12 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import attrs
-
 from tieredmoe.backends import open_backend
-from tieredmoe.budget import available_host_nbytes, format_size, parse_size, slots_for_budget
 from tieredmoe.config import HierarchyConfig
-from tieredmoe.errors import BudgetError, ConfigError
+from tieredmoe.errors import ConfigError
 from tieredmoe.gguf import GGUFInventory
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.memory import HostArena, HostPool
@@ -32,70 +33,25 @@ from tieredmoe.pack import (
     spec_as_read,
 )
 from tieredmoe.pack.foreign import ForeignPack, open_foreign_repair
-from tieredmoe.policies import make_policy
+from tieredmoe.policies import choose_policy, make_policy
+from tieredmoe.policy_file import load_use_counts
 from tieredmoe.snapshots import check_snapshot_path
 from tieredmoe.tier import Tier
+from tieredmoe.tier_plan import plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tieredmoe.backends import ReadBackend
+    from tieredmoe.memory.cuda_device import CudaDevice
+    from tieredmoe.memory.protocol import Arena
     from tieredmoe.pack import Checkpoint
     from tieredmoe.pack.repair import Repair
     from tieredmoe.pack.verified import VerifyMode
+    from tieredmoe.policies import UseCounts
     from tieredmoe.source import Source
     from tieredmoe.spec import MoESpec
-
-
-@attrs.frozen
-class Plan:
-    """What a chain will take, decided before anything is allocated.
-
-    The slots right above the disk, staging or top, have room for the reads of any expert, which is
-    more than a record where roles are read in the pages around them.
-    """
-
-    n_slots: int
-    slot_nbytes: int
-    stage_slots: int
-    stage_slot_nbytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pool."""
-        return self.n_slots * self.slot_nbytes + self.stage_slots * self.stage_slot_nbytes
-
-
-def plan(
-    spec: MoESpec,
-    config: HierarchyConfig,
-    *,
-    read_nbytes: int | None = None,
-    free_nbytes: int | None = None,
-) -> Plan:
-    """The slots that ``config`` gets out of ``free_nbytes`` (default: what the host has free).
-
-    ``read_nbytes`` is the room that the reads of an expert take, by default a record's. Raises
-    ``BudgetError`` with the numbers when a layer's top-k does not fit.
-    """
-    free = available_host_nbytes() if free_nbytes is None else free_nbytes
-    read = read_nbytes or spec.slot_nbytes
-    stage_slots = config.stage_slots or 0
-    slot = spec.slot_nbytes if stage_slots else read
-    staging_nbytes = stage_slots * read
-    try:
-        n_slots = slots_for_budget(
-            requested_nbytes=parse_size(config.vram, whole_nbytes=free),
-            free_nbytes=free - staging_nbytes,
-            reserve_nbytes=config.reserve_nbytes(free),
-            slot_nbytes=slot,
-            top_k=spec.top_k,
-            n_records=spec.n_records,
-        )
-    except BudgetError as error:
-        if not staging_nbytes:
-            raise
-        staging = f"{stage_slots} staging slots take {format_size(staging_nbytes)} first"
-        raise BudgetError(f"{error} ({staging})") from error
-    return Plan(n_slots, slot, stage_slots, read)
+    from tieredmoe.tier_plan import Plan
 
 
 async def open_hierarchy(
@@ -108,15 +64,25 @@ async def open_hierarchy(
     (``Hierarchy.spec`` says where), or are moved within the slot if that differs from expert to
     expert. Cancelled, it closes what it has opened. Raises ``PackError``, ``GGUFError``,
     ``MetadataError``, ``BudgetError``, ``DirectIOUnavailableError``, ``BackendUnavailableError``,
-    ``ReadError``, and ``ConfigError`` where ``stats_path`` holds something else, or where
-    ``verify`` or ``repair_from`` ask for digests that the model does not have; nothing stays open
-    then.
+    ``ReadError``, ``DeviceError``, and ``ConfigError`` for a GPU that is not there, where
+    ``stats_path`` holds something else, or where ``verify`` or ``repair_from`` ask for digests that
+    the model does not have; nothing stays open then.
     """
     config = config or HierarchyConfig()
     if isinstance(model, Path | str | GGUFInventory):
         model = await asyncio.to_thread(open_checkpoint, model)
-    planned = plan(model.spec, config, read_nbytes=model.slot_nbytes)
+    device = None if config.device == "host" else await asyncio.to_thread(_device, config.device)
+    planned = plan(
+        model.spec,
+        config,
+        read_nbytes=model.slot_nbytes,
+        free_nbytes=None if device is None else await asyncio.to_thread(device.free_nbytes),
+        n_drives=len(model.drives) if isinstance(model, DrivesPack) else 1,
+    )
     repair = await asyncio.to_thread(_checks, model, config)
+    recalled: UseCounts | None = None
+    if config.policy_path is not None:
+        recalled = await asyncio.to_thread(load_use_counts, config.policy_path, model.spec)
     unchecked = config.verify == "off"
     # What was read is arranged by the copy upwards, or not at all where it can be used as it lies,
     # unless it has to be checked before.
@@ -125,6 +91,30 @@ async def open_hierarchy(
     if unchecked and not planned.stage_slots:
         as_read = await asyncio.to_thread(spec_as_read, model)
     spec = as_read or model.spec
+    arranged = as_read is None and not later
+    source: Source = await _open_source(model, config, arranged=arranged)
+    try:
+        if not unchecked:
+            source = _verified(source, model, config, repair)
+        await asyncio.to_thread(model.check_unchanged)
+        top = await _stack(source, spec, planned, config, device)
+    except BaseException:
+        await source.close()
+        raise
+    return Hierarchy(
+        top,
+        spec,
+        waiting_max=config.waiting_max,
+        stats_path=config.stats_path,
+        stats_every=config.stats_every,
+        trace_events=config.trace_events,
+        prefetch_slots=config.prefetch_slots,
+        policy_path=config.policy_path,
+        recalled=recalled,
+    )
+
+
+async def _open_source(model: Checkpoint, config: HierarchyConfig, *, arranged: bool) -> PackSource:
     open_files = partial(
         open_backend,
         config.backend,
@@ -139,26 +129,28 @@ async def open_hierarchy(
         backend = await model.open_backend(open_files)
     else:
         backend = open_files(model.data_files)
-    source: Source = PackSource(model, backend, arranged=as_read is None and not later)
+    return PackSource(model, backend, arranged=arranged)
+
+
+async def _stack(
+    source: Source,
+    spec: MoESpec,
+    planned: Plan,
+    config: HierarchyConfig,
+    device: CudaDevice | None,
+) -> Tier:
+    """The tiers on ``source``, in memory taken now; if this raises, all of it is given back."""
+    pool = await asyncio.to_thread(HostPool.allocate, planned.nbytes)
     try:
-        if not unchecked:
-            source = _verified(source, model, config, repair)
-        await asyncio.to_thread(model.check_unchanged)
-        pool = await asyncio.to_thread(HostPool.allocate, planned.nbytes)
-    except BaseException:
-        await source.close()
-        raise
-    top = compose(source, spec, planned, pool, policy=config.policy)
-    # Arenas hold views of the pool: its memory goes when the last of them is closed.
-    pool.close()
-    return Hierarchy(
-        top,
-        spec,
-        waiting_max=config.waiting_max,
-        stats_path=config.stats_path,
-        stats_every=config.stats_every,
-        trace_events=config.trace_events,
-    )
+        arena: Arena | None = None
+        if device is not None:
+            make = partial(device.arena_over, pool, planned, spec, strict=config.strict)
+            arena, refused = await _arena(make)
+            source.counters.fallbacks += refused
+        return compose(source, spec, planned, pool, policy=config.policy, arena=arena)
+    finally:
+        # Arenas hold views of the pool: its memory goes when the last of them is closed.
+        pool.close()
 
 
 def _checks(model: Checkpoint, config: HierarchyConfig) -> Repair | None:
@@ -196,24 +188,69 @@ def _verified(
     return VerifiedSource(source, model, mode=mode, worker=VerifyThreads(), repair=repair)
 
 
-def compose(source: Source, spec: MoESpec, planned: Plan, pool: HostPool, *, policy: str) -> Tier:
-    """The chain ``source`` → staging (if planned) → top, its arenas carved from ``pool``."""
+def _device(name: str) -> CudaDevice:
+    # Here and nowhere above: whoever has no GPU needs no torch.
+    from tieredmoe.memory.cuda_device import open_device  # noqa: PLC0415
+
+    return open_device(name)
+
+
+async def _arena(
+    make: Callable[[], tuple[Arena, tuple[str, ...]]],
+) -> tuple[Arena, tuple[str, ...]]:
+    """What ``make`` makes in a thread; cancelled, it closes the arena once that is made."""
+    making = asyncio.get_running_loop().run_in_executor(None, make)
+    cancelled: asyncio.CancelledError | None = None
+    while not making.done():
+        try:
+            await asyncio.wait({making})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    arena, refused = making.result()
+    if cancelled is not None:
+        arena.close()
+        raise cancelled
+    return arena, refused
+
+
+def compose(
+    source: Source,
+    spec: MoESpec,
+    planned: Plan,
+    pool: HostPool,
+    *,
+    policy: str,
+    arena: Arena | None = None,
+) -> Tier:
+    """The chain ``source`` → staging or RAM (if planned) → top, in arenas carved from ``pool``.
+
+    The top tier is in ``arena`` if one is given.
+    """
     if planned.stage_slots:
         source = Tier(
-            name="staging",
+            name="ram" if planned.keeps else "staging",
             source=source,
             arena=_carve(pool, planned.stage_slots, planned.stage_slot_nbytes),
             policy=make_policy(
                 "lru", n_slots=planned.stage_slots, layers=spec.layers, top_k=spec.top_k
             ),
             policy_name="lru",
+            keeps=planned.keeps,
         )
+    choice = choose_policy(
+        policy,
+        n_slots=planned.n_slots,
+        layers=spec.layers,
+        top_k=spec.top_k,
+        n_experts=spec.n_experts,
+    )
     return Tier(
         name="top",
         source=source,
-        arena=_carve(pool, planned.n_slots, planned.slot_nbytes),
-        policy=make_policy(policy, n_slots=planned.n_slots, layers=spec.layers, top_k=spec.top_k),
-        policy_name=policy,
+        arena=arena or _carve(pool, planned.n_slots, planned.slot_nbytes),
+        policy=choice.policy,
+        policy_name=choice.name,
+        policy_reason=choice.reason,
     )
 
 

@@ -10,14 +10,17 @@ import attrs
 
 from tieredmoe.budget import parse_size
 from tieredmoe.errors import ConfigError, raise_config_problems
-from tieredmoe.policies import POLICIES
+from tieredmoe.policies import POLICY_CHOICES, remembers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 BACKENDS = ("auto", "uring", "threads", "buffered")
+AUTO = "auto"
 READ_SPLITS_MAX = 16
+STAGE_SLOTS_MAX = 1024
 VERIFY_MODES = ("off", "first_read", "always")
+_DEVICE = re.compile(r"host|cuda(:[0-9]{1,3})?")
 _NOTHING = re.compile(r"\s*0+(\.0*)?\s*(%|([kmgtp]i?)?b)?\s*", re.IGNORECASE)
 
 
@@ -34,15 +37,29 @@ class HierarchyConfig:
     memory that is free at open). Raises ``ConfigError`` naming every setting that is wrong.
     """
 
+    device: str = "host"
+    """Where the top tier is: ``host``, or a GPU: ``cuda`` (the first) or ``cuda:N``."""
     vram: int | str = "21GiB"
     """Budget of the top tier. It gets ⌊min(vram, free - reserve) / slot⌋ slots."""
     reserve: int | str = "3GiB"
     """Free memory to leave alone."""
+    ram: int | str | None = None
+    """Budget of the RAM tier between disk and top tier, which keeps what the top tier evicts: a
+    size, or ``auto``: what the host has free but for ``ram_reserve``. None: no such tier."""
+    ram_reserve: int | str = "8GiB"
+    """Free host memory that the RAM tier leaves alone."""
     stage_slots: int | None = None
     """Slots of the staging tier between disk and top tier; 0 reads straight into the top tier, as
-    does None where that is host memory."""
-    policy: str = "lfu_lru"
-    """Eviction policy of the top tier."""
+    does None where that is host memory. Before a GPU there must be some, and None is as many as
+    keep the drives busy, 8 at least."""
+    prefetch_slots: int | None = None
+    """Slots of the top tier that are set apart for prefetch; 0 refuses all of it, None is as many
+    as suit the tier: 2 × top-k, a quarter of the slots at most."""
+    policy: str = AUTO
+    """Eviction policy of the top tier; ``auto`` chooses it by how many slots there are."""
+    policy_path: Path | None = attrs.field(default=None, converter=_absolute)
+    """Where the policy keeps what it learns of use from run to run, to start warm; not with
+    policies that remember nothing (``lru``, ``lfu_lru``, ``s3_fifo``)."""
     backend: str = "auto"
     """How to read: ``auto`` is ``uring``, else ``threads``; ``buffered`` is the page cache."""
     allow_buffered: bool = False
@@ -77,21 +94,22 @@ class HierarchyConfig:
         raise_config_problems("HierarchyConfig", problems)
 
     def _size_problems(self) -> Iterator[str]:
-        for name in ("vram", "reserve", "window"):
+        for name in ("vram", "reserve", "ram", "ram_reserve", "window"):
             value = getattr(self, name)
-            if name == "window" and value is None:
+            if (value is None and name in {"ram", "window"}) or (value == AUTO and name == "ram"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | str):
                 yield f"{name}: {value!r} is neither an int (bytes) nor a text"
-            elif name != "reserve" or not self._reserves_nothing:
+            elif not (name.endswith("reserve") and _is_nothing(value)):
                 try:
                     parse_size(value, whole_nbytes=None if name == "window" else 2**40)
                 except ConfigError as error:
                     yield f"{name}: {error}"
         if self.stage_slots is not None and (
-            not _is_int(self.stage_slots) or not 0 <= self.stage_slots <= 1024
+            not _is_int(self.stage_slots) or not 0 <= self.stage_slots <= STAGE_SLOTS_MAX
         ):
-            yield f"stage_slots: {self.stage_slots!r} is neither None nor an int from 0 to 1024"
+            most = f"an int from 0 to {STAGE_SLOTS_MAX}"
+            yield f"stage_slots: {self.stage_slots!r} is neither None nor {most}"
         if not _is_int(self.read_splits) or not 1 <= self.read_splits <= READ_SPLITS_MAX:
             splits = f"an int from 1 to {READ_SPLITS_MAX}"
             yield f"read_splits: {self.read_splits!r} is not {splits}"
@@ -104,12 +122,25 @@ class HierarchyConfig:
             if not _is_int(value) or not least <= value <= most:
                 yield f"{name}: {value!r} is not an int from {least} to {most}"
 
+        slots = self.prefetch_slots
+        if slots is not None and (not _is_int(slots) or not 0 <= slots <= STAGE_SLOTS_MAX):
+            known = f"an int from 0 to {STAGE_SLOTS_MAX}"
+            yield f"prefetch_slots: {slots!r} is neither None nor {known}"
+
     def _choice_problems(self) -> Iterator[str]:
-        choices = {"policy": tuple(POLICIES), "backend": BACKENDS, "verify": VERIFY_MODES}
+        choices = {"policy": POLICY_CHOICES, "backend": BACKENDS, "verify": VERIFY_MODES}
         for name, known in choices.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
                 yield f"{name}: {value!r} is not one of {', '.join(known)}"
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            yield f"device: {self.device!r} is not one of host, cuda, cuda:0, cuda:1 and so on"
+        elif self.device != "host" and self.stage_slots == 0:
+            yield "stage_slots: a disk cannot read into a GPU's memory; leave it out, or set 8"
+        if self.ram is not None and self.stage_slots is not None:
+            yield "stage_slots: reads land in the RAM tier; leave out this or ram"
+        if self.ram == AUTO and self.device == "host":
+            yield "ram: 'auto' is for a GPU's host; here the top tier has it: give a size, or vram"
 
     def _switch_problems(self) -> Iterator[str]:
         for name in ("allow_buffered", "strict"):
@@ -120,20 +151,18 @@ class HierarchyConfig:
             yield "strict: it refuses what allow_buffered allows; choose one of them"
 
     def _path_problems(self) -> Iterator[str]:
-        for name in ("repair_from", "stats_path"):
+        for name in ("repair_from", "stats_path", "policy_path"):
             path = getattr(self, name)
             if path is not None and (not isinstance(path, Path) or "\0" in str(path)):
                 yield f"{name}: {path!r} is not a path"
+        known = isinstance(self.policy, str) and self.policy in POLICY_CHOICES
+        if self.policy_path is not None and known and not remembers(self.policy):
+            yield f"policy_path: {self.policy} remembers nothing; use auto, lrfu or next_use"
         if self.repair_from is not None and self.verify == "off":
             yield (
                 "repair_from: nothing is found to repair with verify='off'; "
                 "set verify to 'first_read' or 'always'"
             )
-
-    @property
-    def _reserves_nothing(self) -> bool:
-        # The size grammar has no word for it: nothing else may be of no size.
-        return _NOTHING.fullmatch(str(self.reserve)) is not None
 
     @property
     def window_nbytes(self) -> int | None:
@@ -142,7 +171,11 @@ class HierarchyConfig:
 
     def reserve_nbytes(self, free_nbytes: int) -> int:
         """Bytes to leave alone of the ``free_nbytes`` there are."""
-        return 0 if self._reserves_nothing else parse_size(self.reserve, whole_nbytes=free_nbytes)
+        return _reserved(self.reserve, free_nbytes)
+
+    def ram_reserve_nbytes(self, free_nbytes: int) -> int:
+        """Bytes of the ``free_nbytes`` of the host that the RAM tier leaves alone."""
+        return _reserved(self.ram_reserve, free_nbytes)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, object]) -> Self:
@@ -159,6 +192,15 @@ class HierarchyConfig:
             problems.append(str(error).removeprefix("HierarchyConfig: "))
         raise_config_problems("HierarchyConfig", problems)
         return config
+
+
+def _reserved(reserve: int | str, free_nbytes: int) -> int:
+    return 0 if _is_nothing(reserve) else parse_size(reserve, whole_nbytes=free_nbytes)
+
+
+def _is_nothing(size: int | str) -> bool:
+    # The size grammar has no word for it: nothing but a reserve may be of no size.
+    return _NOTHING.fullmatch(str(size)) is not None
 
 
 def _is_int(value: object) -> bool:

@@ -34,12 +34,13 @@ class ConfigError(TieredMoEError, ValueError):
 
 
 class GGUFError(TieredMoEError, ValueError):
-    """A GGUF file or set of shards cannot be used; the message names the file and the fact."""
+    """A GGUF file or set of shards cannot be used; the message names the file and all ``facts``."""
 
-    def __init__(self, path: Path | str, fact: str) -> None:
+    def __init__(self, path: Path | str, *facts: str) -> None:
         self.path = path
-        self.fact = fact
-        super().__init__(f"{path}: {fact}")
+        self.facts = facts
+        self.fact = "; ".join(facts)
+        super().__init__(f"{path}: {self.fact}")
 
 
 class MetadataError(TieredMoEError, ValueError):
@@ -61,6 +62,15 @@ class PackError(TieredMoEError, ValueError):
 
 class NotAModelError(PackError):
     """What is at a path has no form of a model; what has one and is damaged is a ``PackError``."""
+
+
+class TraceError(TieredMoEError, ValueError):
+    """A routing trace cannot be read, written or believed; the message names where and what."""
+
+    def __init__(self, path: Path | str, fact: str) -> None:
+        self.path = path
+        self.fact = fact
+        super().__init__(f"{path}: {fact}")
 
 
 class BudgetError(TieredMoEError, ValueError):
@@ -179,11 +189,31 @@ class BackendUnavailableError(TieredMoEError, RuntimeError):
         super().__init__(f"the backend {backend!r} cannot be had here ({reason}): {hint}")
 
 
+class DeviceError(TieredMoEError, RuntimeError):
+    """A call of a device's driver failed; ``code`` is the driver's number for it."""
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        self.call = call
+        self.code = code
+        super().__init__(f"the GPU's driver refused {call}: {name} ({code})")
+
+
 class ClosedError(TieredMoEError, RuntimeError):
     """The hierarchy, tier or backend was closed before or while the call was waiting.
 
     A backend is closed, too, in a child of the process that opened it.
     """
+
+
+class DroppedError(ClosedError):
+    """A transfer that nobody waits for has made way for demand.
+
+    No caller meets it: a copy that was to follow such a transfer waits for its next turn.
+    """
+
+
+class PolicyFileError(TieredMoEError, ValueError):
+    """A file of what a policy remembers is something else, another model's, damaged, or later."""
 
 
 class TokenizerError(TieredMoEError, ValueError):

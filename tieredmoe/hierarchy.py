@@ -9,25 +9,37 @@ one.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
-from tieredmoe.admission import admit
+from tieredmoe.acquire import Acquire
+from tieredmoe.admission import admit, hopeless
+from tieredmoe.errors import BudgetError, ClosedError
 from tieredmoe.lease import Lease, Leases
+from tieredmoe.policy_file import PolicyMemory
+from tieredmoe.prefetching import Prefetching, hint
 from tieredmoe.snapshots import SnapshotFile
-from tieredmoe.spec import ExpertKey
-from tieredmoe.stats import Stats
+from tieredmoe.spec import ExpertKey, Priority
 from tieredmoe.tier import Tier
+from tieredmoe.tier_stats import hierarchy_stats
 from tieredmoe.trace import EventKind, TraceRing
 from tieredmoe.waves import stream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
+    from collections.abc import AsyncGenerator, Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tieredmoe.memory.protocol import Arena
+    from tieredmoe.policies import UseCounts
+    from tieredmoe.prefetching import PrefetchReport
     from tieredmoe.source import Source
     from tieredmoe.spec import MoESpec
+    from tieredmoe.stats import Stats
     from tieredmoe.trace import Event
 
 
@@ -37,8 +49,12 @@ class Hierarchy:
     At most ``waiting_max`` acquires and streams wait for slots; one more is refused. With a
     ``stats_path`` the counters are written there every ``stats_every`` steps (a step is an acquire
     or a stream) and at the close. With ``trace_events`` the last so many events of all tiers are
-    kept (``trace``). Bound to the running loop and not thread-safe, save for ``hits``, ``keys``,
-    ``stats`` and ``trace``, on which ``tieredmoe.threaded`` builds.
+    kept (``trace``). Of the top tier's slots ``prefetch_slots`` are for prefetch, by default as
+    many as ``ring.ring_slots`` says. The policy begins with what is ``recalled``, and what it
+    remembers goes to ``policy_path`` at the close.
+
+    Bound to the running loop and not thread-safe, save for ``hits``, ``keys``, ``stats`` and
+    ``trace``, on which ``tieredmoe.threaded`` builds.
     """
 
     def __init__(
@@ -50,6 +66,9 @@ class Hierarchy:
         stats_path: Path | None = None,
         stats_every: int = 1000,
         trace_events: int = 0,
+        prefetch_slots: int | None = None,
+        policy_path: Path | None = None,
+        recalled: UseCounts | None = None,
     ) -> None:
         self.top = top
         self.spec = spec
@@ -61,6 +80,8 @@ class Hierarchy:
             self._trace = TraceRing(trace_events, clock=asyncio.get_running_loop().time)
             for tier in self._tiers():
                 tier.trace = self._trace
+        self._prefetching = Prefetching(top, spec, n_asked=prefetch_slots)
+        self._memory = PolicyMemory(top.residency, spec, path=policy_path, recalled=recalled)
         self._snapshots = (
             None
             if stats_path is None
@@ -103,6 +124,31 @@ class Hierarchy:
         self._step()
         return stream(self._leases, layer, keys, owner=owner)
 
+    def prefetch(
+        self, layer: int, experts: Iterable[int], *, priority: Priority = Priority.LOOKAHEAD
+    ) -> int:
+        """Start reading those ``experts`` of ``layer`` that are absent; how many it took on.
+
+        A hint: it never waits and no error of a read ever comes of it. Experts land in a few slots
+        of the top tier that are set apart for them, in idle time of the disk alone; what finds no
+        slot is refused, as is all while an acquire waits for slots. An acquire of what was
+        prefetched is a hit, or joins the transfer, which then goes on as demand. Raises
+        ``ValueError`` for a layer or expert the model does not have, and for demand.
+        """
+        return self._prefetching.start(self.keys(layer, experts), hint(priority))
+
+    def routed(self, layer: int, experts: Iterable[int]) -> None:
+        """``layer`` was routed to ``experts``: what else was prefetched for it is given up.
+
+        Reads that have not started are dropped, and what has landed is replaced first. To be called
+        before ``experts`` are acquired; never raises but for a layer or expert that is not there.
+        """
+        self._prefetching.routed(layer, {key.expert for key in self.keys(layer, experts)})
+
+    def prefetch_report(self) -> PrefetchReport:
+        """What became of the prefetches of each layer, and of the disk's time; in any thread."""
+        return self._prefetching.report()
+
     def keys(self, layer: int, experts: Iterable[int]) -> list[ExpertKey]:
         """The keys of the distinct ``experts`` of ``layer``, in order of first mention."""
         try:
@@ -120,6 +166,58 @@ class Hierarchy:
                 f"experts are a flat series of ints, not {experts!r}; {self._known()}"
             ) from error
 
+    @property
+    def arena(self) -> Arena:
+        """The arena of the top tier: where leased experts are."""
+        return self.top.arena
+
+    async def resize(self, n_slots: int) -> int:
+        """Keep ``n_slots`` slots in the top tier, which is how many there are when it returns.
+
+        Fewer: experts in the others are evicted, and their memory is free for everyone once this
+        returns, which waits for leases on them and for device work that reads them; a caller that
+        holds one itself would wait for itself. More, up to as many as there were at open: they come
+        back empty. Acquires in the queue that no longer fit are refused. Cancelling it stops the
+        wait only.
+
+        Raises ``BudgetError`` below one layer's top-k and if memory for more cannot be had,
+        ``ValueError`` above the slots at open, ``ClosedError``.
+        """
+        n_max = len(self.top.slots)
+        if n_slots > n_max:
+            raise ValueError(f"the top tier was opened with {n_max} slots, not {n_slots}")
+        if n_slots < self.spec.top_k:
+            raise BudgetError(
+                f"{n_slots} slots are fewer than one layer of one token needs ({self.spec.top_k})"
+            )
+        self.top.resize(n_slots, partial(hopeless, self._leases))
+        self._prefetching.resized()
+        await self.top.backing.settled()
+        if self.closed:
+            raise ClosedError("the hierarchy was closed while its slots were given up")
+        return self.top.residency.n_slots
+
+    @property
+    def wants_observations(self) -> bool:
+        """Whether the eviction policy learns from what routers think: ``observe`` is of use."""
+        return self.top.residency.learner is not None
+
+    def observe(self, layer: int, probabilities: NDArray[np.floating]) -> None:
+        """Show the policy ``[n_experts]`` router probabilities, after the acquire they led to."""
+        self.top.residency.observe(layer, probabilities)
+
+    def keys_by_heat(self) -> list[ExpertKey]:
+        """The experts that earlier runs used (``recalled``), the one used most first."""
+        return list(self._memory.keys_by_heat)
+
+    async def save_policy(self, path: Path) -> None:
+        """Save what the policy remembers of use, to be recalled by a run of the same model.
+
+        The file is replaced at once. Cancelling it stops the wait only. Raises ``PolicyFileError``
+        where ``path`` holds anything else, and for a policy that remembers nothing.
+        """
+        await self._memory.save(path)
+
     def count_executed(self, layer: int, n_pairs: int) -> None:
         """Book ``n_pairs`` (token, expert) pairs computed in ``layer``: the audit of top-k.
 
@@ -132,35 +230,8 @@ class Hierarchy:
 
     def stats(self) -> Stats:
         """A snapshot of all counters."""
-        residency = self.top.residency
-        below = self.top.source
-        disk = below.counters
-        read_errors = dict(disk.read_errors)  # in one step: the loop counts on
-        return Stats(
-            cache_hits=residency.hits,
-            cache_misses=residency.misses,
-            cache_joins=residency.joins,
-            cache_evictions=residency.evictions,
-            pack_reads=disk.pack_reads,
-            pack_read_bytes=disk.pack_read_bytes,
-            pack_payload_bytes=disk.pack_payload_bytes,
-            h2d_bytes=below.copied_nbytes if isinstance(below, Tier) else 0,
-            fallback_count=len(disk.fallbacks),
-            io_errors=sum(read_errors.values()),
-            read_errors=read_errors,
-            retries=disk.retries,
-            digest_mismatches=disk.digest_mismatches,
-            repaired=disk.repaired,
-            executed_experts=self.executed_experts,
-            cache_policy=self.top.policy_name,
-            cache_capacity_experts=residency.n_slots,
-            cache_capacity_bytes=residency.n_slots * self.top.arena.slot_nbytes,
-            resident_experts=len(residency.entries),
-            backend=disk.backend,
-            direct_io=disk.direct_io,
-            fallbacks=disk.fallbacks,
-            drives=disk.drives,
-        )
+        tiers = tuple(self._tiers())
+        return hierarchy_stats(tiers, self._prefetching, executed_experts=self.executed_experts)
 
     def trace(self) -> tuple[Event, ...]:
         """What happened last, in order; empty without ``trace_events``. Also after the close.
@@ -178,7 +249,7 @@ class Hierarchy:
         cancelled: asyncio.CancelledError | None = None
         self.top.shut()  # first, or a released slot would go to someone in the queue
         self._leases.release_all()
-        closers = [self.top.close]
+        closers = [self._memory.close, self.top.close]
         if self._snapshots is not None:
             closers.append(self._snapshots.close)
         while closers:
@@ -196,7 +267,7 @@ class Hierarchy:
         for tier in self._tiers():
             tier.check()
             assert tier.n_waiting <= waiting_max, f"{tier}: more than {waiting_max} wait"
-            waiting_max = tier.residency.n_slots  # the next one's copies go into this one's slots
+            waiting_max = len(tier.slots)  # the next one's copies go into this one's slots
         if self._trace is not None:
             self._trace.check()
 
@@ -266,49 +337,3 @@ class Hierarchy:
         return (
             f"<Hierarchy {self.spec.architecture}, {len(self._leases.owners)} leases, {self.top!r}>"
         )
-
-
-class Releasable(Protocol):
-    """What ``Acquire`` can give back."""
-
-    def release(self) -> None:
-        """Give every pin back."""
-
-
-L = TypeVar("L", bound=Releasable)
-
-
-class Acquire(Generic[L]):
-    """What ``acquire`` returns: await it once for a lease, or enter it with ``async with``.
-
-    Nothing is asked for before that. Cancelled while it waits, it has taken nothing.
-    """
-
-    __slots__ = ("_admit", "_keys", "_layer", "_lease")
-
-    def __init__(
-        self,
-        admit: Callable[[int, list[ExpertKey]], Coroutine[Any, Any, L]],
-        layer: int,
-        keys: list[ExpertKey],
-    ) -> None:
-        self._admit = admit
-        self._layer = layer
-        self._keys = keys
-        self._lease: L | None = None
-
-    def __await__(self) -> Generator[object, object, L]:
-        return self._admit(self._layer, self._keys).__await__()
-
-    async def __aenter__(self) -> L:
-        self._lease = await self
-        return self._lease
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        assert self._lease is not None
-        self._lease.release()

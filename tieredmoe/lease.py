@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self
 
+from tieredmoe.entry import ABSENT, FILLING, READY, Entry
 from tieredmoe.errors import ClosedError
-from tieredmoe.residency import ABSENT, FILLING, READY, Entry
 from tieredmoe.source import load_error
 from tieredmoe.trace import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
     from types import TracebackType
 
-    from tieredmoe.memory.protocol import Slot
-    from tieredmoe.residency import Admission
+    from tieredmoe.entry import Admission
+    from tieredmoe.memory.protocol import Fence, Slot
     from tieredmoe.spec import ExpertKey
     from tieredmoe.tier import Tier
 
@@ -95,6 +95,7 @@ class Lease:
         "_misses",
         "_released",
         "_siblings",
+        "_streams",
         "_wake",
         "layer",
         "number",
@@ -117,6 +118,7 @@ class Lease:
         self._misses = _NO_MISSES
         self._arrived: list[tuple[int, BaseException | None]] = []
         self._wake = wake
+        self._streams: tuple[object, ...] = ()
         for entry in entries:
             if entry.state is not READY:
                 self._watch(entry)
@@ -204,20 +206,33 @@ class Lease:
             pass
 
     def wait_on(self, stream: object) -> None:
-        """Order all later work of a device ``stream`` after the copies of the landed experts."""
-        for slot in self.slots.values():
-            slot.ready.wait_on(stream)
+        """Order all later work of a device ``stream`` after the copies of the landed experts.
 
-    def release(self) -> None:
+        In any thread, and again whenever more have landed. The slots are not written again before
+        all work that ``stream`` has been given until ``release`` has ended.
+        """
+        if self._released:
+            return
+        if stream not in self._streams:
+            self._streams += (stream,)
+        slots = self._siblings.tier.slots
+        for entry in self._entries:
+            if entry.state is READY:
+                slots[entry.slot_index].ready.wait_on(stream)
+
+    def release(self, fences: Sequence[Fence] | None = None) -> None:
         """Give every pin back; futures still pending fail with ``ClosedError``. Never raises.
 
         At once; only if another thread is admitting or releasing at this very moment, the slots
-        are free one turn of the loop later.
+        are free one turn of the loop later. ``fences`` are those of ``fences``, if they have been
+        made.
         """
         if self._claim():
             if self._misses:
                 self._abandon(ClosedError("the lease was released before its expert landed"))
-            self._siblings.tier.unpin(self._entries)
+            if fences is None:
+                fences = self.fences() if self._streams else ()
+            self._siblings.tier.unpin(self._entries, fences)
 
     def release_landed(self, post: Callable[[Callable[[], None]], object]) -> None:
         """``release`` in any thread, once every miss has landed or failed; never waits.
@@ -225,7 +240,13 @@ class Lease:
         ``post`` runs a callback in the hierarchy's loop.
         """
         if self._claim():
-            self._siblings.tier.unpin_landed(self._entries, post)
+            fences = self.fences() if self._streams else ()
+            self._siblings.tier.unpin_landed(self._entries, fences, post)
+
+    def fences(self) -> Sequence[Fence]:
+        """Fences after all that the streams of ``wait_on`` have been given; in any thread."""
+        fence = self._siblings.tier.arena.fence
+        return [fence(stream) for stream in self._streams]
 
     def take_landed(self) -> Lease | None:
         """Move the experts that have landed to a lease of their own; None if there are none.

@@ -10,12 +10,13 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from tieredmoe.errors import ClosedError, ExpertLoadError
+from tieredmoe.spec import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tieredmoe.entry import Entry
     from tieredmoe.memory.protocol import Part, Slot
-    from tieredmoe.residency import Entry
     from tieredmoe.spec import ExpertKey
     from tieredmoe.stats import SourceCounters
 
@@ -27,6 +28,12 @@ class Fill(Protocol):
     """Resolves when the bytes are in place or ordered before the slot's ``ready`` fence; fails only
     when nothing will write the slot any more."""
 
+    def promote(self) -> None:
+        """Somebody waits for it now: let what has not started go as demand, all the way down.
+
+        Changes nothing for a transfer that is demand already, runs, or has ended.
+        """
+
     def drop_if_queued(self) -> bool:
         """True: the transfer had not started and never will; ``done`` is cancelled. Else False."""
 
@@ -34,8 +41,13 @@ class Fill(Protocol):
 class Source(Protocol):
     """Whatever can fill slots with experts: a tier, or a leaf that reads a disk."""
 
-    def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[Fill]:
-        """Start filling each slot with its expert; returns at once, one ``Fill`` per request."""
+    def read_into(
+        self, requests: Sequence[tuple[ExpertKey, Slot]], *, priority: Priority = Priority.DEMAND
+    ) -> Sequence[Fill]:
+        """Start filling each slot with its expert; returns at once, one ``Fill`` per request.
+
+        What cannot start yet waits: the more urgent first, first come, first served among equals.
+        """
 
     def parts(self, key: ExpertKey) -> Sequence[Part]:
         """Where this source puts the bytes of ``key``, as parts to their uniform place."""
@@ -59,6 +71,9 @@ class RefusedFill:
     def __init__(self, error: BaseException) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.done.set_exception(error)
+
+    def promote(self) -> None:
+        """It has ended already."""
 
     def drop_if_queued(self) -> bool:
         """It has ended already."""

@@ -27,12 +27,14 @@ import asyncio
 import threading
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
+from tieredmoe.acquire import Acquire
 from tieredmoe.errors import ClosedError
-from tieredmoe.hierarchy import Acquire, Hierarchy
 from tieredmoe.loop_thread import LoopThread, resolve
-from tieredmoe.threaded_lease import ThreadedLease
+from tieredmoe.prefetching import hint
+from tieredmoe.spec import Priority
+from tieredmoe.threaded_lease import ThreadedLease, give_back, waited_for
 from tieredmoe.threaded_stream import Feed
 
 if TYPE_CHECKING:
@@ -40,11 +42,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import TracebackType
 
+    from tieredmoe.hierarchy import Hierarchy
+    from tieredmoe.memory.protocol import Arena
+    from tieredmoe.prefetching import PrefetchReport
     from tieredmoe.spec import ExpertKey, MoESpec
     from tieredmoe.stats import Stats
     from tieredmoe.trace import Event
-
-T = TypeVar("T")
 
 
 class ThreadedHierarchy:
@@ -93,6 +96,11 @@ class ThreadedHierarchy:
         """The experts there are."""
         return self._hierarchy.spec
 
+    @property
+    def arena(self) -> Arena:
+        """The arena of the top tier: where leased experts are."""
+        return self._hierarchy.arena
+
     # -- awaitable ---------------------------------------------------------------------------------
 
     def acquire(self, layer: int, experts: Iterable[int]) -> Acquire[ThreadedLease]:
@@ -140,6 +148,13 @@ class ThreadedHierarchy:
                 with lease:
                     yield lease
 
+    async def resize(self, n_slots: int) -> int:
+        """Keep ``n_slots`` slots in the top tier: as ``Hierarchy.resize``, from any loop.
+
+        Cancelling it stops the wait only: what was asked for goes on.
+        """
+        return await asyncio.wrap_future(self._resizing(n_slots))
+
     # -- blocking ----------------------------------------------------------------------------------
 
     def acquire_blocking(
@@ -155,7 +170,7 @@ class ThreadedHierarchy:
         lease = self._hits(layer, keys, owner)
         if lease is None:
             with self._acquiring(layer, keys, owner) as promise:
-                lease = _waited_for(promise, layer, timeout)
+                lease = waited_for(promise, layer, timeout)
         return lease
 
     def stream_blocking(
@@ -180,11 +195,34 @@ class ThreadedHierarchy:
                 yield lease
             return
         with closing(self._feed(layer, keys, owner)) as feed:
-            while (lease := _waited_for(feed.ask(), layer, timeout)) is not None:
+            while (lease := waited_for(feed.ask(), layer, timeout)) is not None:
                 with lease:
                     yield lease
 
+    def resize_blocking(self, n_slots: int) -> int:
+        """``resize`` for a thread; waits for as long as leases hold slots that are to go."""
+        return self._resizing(n_slots).result()
+
     # -- both --------------------------------------------------------------------------------------
+
+    def prefetch(
+        self, layer: int, experts: Iterable[int], *, priority: Priority = Priority.LOOKAHEAD
+    ) -> int:
+        """As ``Hierarchy.prefetch``, from any thread; how many were asked for, as absent by now."""
+        entries = self._hierarchy.top.residency.entries
+        keys = [key for key in self._keys(layer, experts) if key not in entries]
+        start = partial(self._hierarchy.prefetch, priority=hint(priority))
+        self._thread.post(start, layer, [key.expert for key in keys])
+        return len(keys)
+
+    def routed(self, layer: int, experts: Iterable[int]) -> None:
+        """As ``Hierarchy.routed``, from any thread."""
+        chosen = [key.expert for key in self._keys(layer, experts)]
+        self._thread.post(self._hierarchy.routed, layer, chosen)
+
+    def prefetch_report(self) -> PrefetchReport:
+        """As ``Hierarchy.prefetch_report``; exact once nothing is going on."""
+        return self._hierarchy.prefetch_report()
 
     def count_executed(self, layer: int, n_pairs: int) -> None:
         """Book ``n_pairs`` (token, expert) pairs computed in ``layer``: the audit of top-k."""
@@ -247,7 +285,7 @@ class ThreadedHierarchy:
             job.cancel()
             # What the I/O thread resolves in this moment, it will not find to be cancelled.
             if not promise.cancel():
-                promise.add_done_callback(_give_back)
+                promise.add_done_callback(give_back)
             raise
 
     async def _acquire(
@@ -262,6 +300,20 @@ class ThreadedHierarchy:
         threaded = ThreadedLease(self._thread, lease)
         if not resolve(promise, threaded):
             threaded.release()
+
+    def _resizing(self, n_slots: int) -> Future[int]:
+        self._thread.check()
+        self._thread.check_waiter()
+        promise: Future[int] = self._thread.promise(cancellable=False)
+        self._thread.spawn(partial(self._resize, n_slots, promise))
+        return promise
+
+    async def _resize(self, n_slots: int, promise: Future[int]) -> None:
+        """Keep ``promise``; in the loop."""
+        try:
+            resolve(promise, await self._hierarchy.resize(n_slots))
+        except Exception as error:  # noqa: BLE001 (raised in the caller's thread)
+            resolve(promise, error=error)
 
     def _feed(self, layer: int, keys: list[ExpertKey], owner: object) -> Feed:
         self._thread.check_waiter()
@@ -294,18 +346,3 @@ class ThreadedHierarchy:
 
     def __repr__(self) -> str:
         return f"<ThreadedHierarchy of {self._hierarchy!r}>"
-
-
-def _waited_for(promise: Future[T], layer: int, timeout: float | None) -> T:
-    try:
-        return promise.result(timeout)
-    except TimeoutError:
-        raise TimeoutError(
-            f"layer {layer}: no experts within {timeout} s; other leases hold the slots, or the "
-            "disk is slow: release what is not needed, or wait longer"
-        ) from None
-
-
-def _give_back(promise: Future[ThreadedLease]) -> None:
-    if promise.exception() is None:
-        promise.result().release()

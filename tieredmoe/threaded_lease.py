@@ -11,7 +11,7 @@ import asyncio
 from functools import partial
 from time import monotonic
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tieredmoe.errors import ClosedError
 from tieredmoe.loop_thread import LoopThread, resolve
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from tieredmoe.lease import Lease
     from tieredmoe.memory.protocol import Slot
+
+T = TypeVar("T")
 
 _NO_FUTURES: Mapping[int, Future[None]] = MappingProxyType({})
 
@@ -124,7 +126,11 @@ class ThreadedLease:
             pass
 
     def wait_on(self, stream: object) -> None:
-        """Order all later work of a device ``stream`` after the copies of the landed experts."""
+        """Order all later work of a device ``stream`` after the copies of the landed experts.
+
+        The slots are not written again before all work that ``stream`` has been given until
+        ``release`` has ended.
+        """
         self._lease.wait_on(stream)
 
     def release(self) -> None:
@@ -139,7 +145,8 @@ class ThreadedLease:
             self._lease.release_landed(thread.post)
         else:
             self._released = True
-            thread.post(self._lease.release)
+            # Fences are made here: later on, the streams may have been given other work.
+            thread.post(self._lease.release, self._lease.fences())
 
     def _hits(self) -> list[int]:
         return [expert for expert in self._lease.experts if expert not in self._futures]
@@ -176,3 +183,20 @@ class ThreadedLease:
 
     def __repr__(self) -> str:
         return f"<ThreadedLease of {self._lease!r}>"
+
+
+def waited_for(promise: Future[T], layer: int, timeout: float | None) -> T:
+    """What ``promise`` brings, or a ``TimeoutError`` that says what may be in its way."""
+    try:
+        return promise.result(timeout)
+    except TimeoutError:
+        raise TimeoutError(
+            f"layer {layer}: no experts within {timeout} s; other leases hold the slots, or the "
+            "disk is slow: release what is not needed, or wait longer"
+        ) from None
+
+
+def give_back(promise: Future[ThreadedLease]) -> None:
+    """Release the lease that ``promise`` has brought, if it has brought one."""
+    if promise.exception() is None:
+        promise.result().release()

@@ -11,7 +11,12 @@ cannot deadlock; a task that holds a lease and asks for more goes ahead of the q
 abandoned, never cancelled: a fill nobody wants is dropped while it is queued; once it runs, it
 completes and its expert lands READY and cold.
 
-* I6 if the head of the queue fits, it has been granted (whatever frees a slot calls ``pump``).
+Demand waits, prefetch drops. In the top tier a prefetch gets a slot of the ring at once or not at
+all; below it waits behind all demand, and what it holds there is dropped for demand unless its
+read has begun. When demand comes for what was prefetched, its transfer is promoted all the way.
+
+* I6 the queue is in order of priority, first come, first served among equals, and if its head fits,
+  it has been granted (whatever frees a slot calls ``pump``).
 * I7 after ``close``: no pins of ours below, no FILLING, no reader running.
 """
 
@@ -22,16 +27,22 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tieredmoe.copying import CopyFill, Ticket
+from tieredmoe.backing import Backing
+from tieredmoe.copying import CopyFill, Ticket, queue_up
+from tieredmoe.entry import FILLING, Admission, Entry
 from tieredmoe.errors import ClosedError
-from tieredmoe.residency import FILLING, Admission, Entry, Residency
-from tieredmoe.source import RefusedFill
-from tieredmoe.trace import EventKind
+from tieredmoe.filling import Fills
+from tieredmoe.invariants import check_tier
+from tieredmoe.keeping import Keeper
+from tieredmoe.residency import Residency
+from tieredmoe.spec import Priority
+from tieredmoe.trace import EventKind, note_evicted
+from tieredmoe.transfers import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tieredmoe.memory.protocol import Arena, Part, Slot
+    from tieredmoe.memory.protocol import Arena, Fence, Part, Slot
     from tieredmoe.policies.protocol import EvictionPolicy
     from tieredmoe.source import Fill, Source
     from tieredmoe.spec import ExpertKey
@@ -42,8 +53,10 @@ if TYPE_CHECKING:
 class Tier:
     """Experts of a ``source`` held in the slots of an ``arena``, victims chosen by a ``policy``.
 
-    All methods but ``drain`` and ``close`` are synchronous and must run in the loop's thread, save
-    ``try_hits`` and ``unpin_landed``, which serve resident experts in any thread.
+    With ``keeps`` it holds what the tier above it has evicted, as long as it can, and not what that
+    one has (``keeper``; ``below`` is that of the tier below).
+    All methods but ``close`` are synchronous and must run in the loop's thread, save ``try_hits``
+    and ``unpin_landed``, which serve resident experts in any thread.
     """
 
     def __init__(
@@ -54,21 +67,26 @@ class Tier:
         arena: Arena,
         policy: EvictionPolicy,
         policy_name: str = "custom",
+        policy_reason: str = "it was given",
+        keeps: bool = False,
     ) -> None:
         self.name = name
         self.source = source
         self.arena = arena
         self.policy_name = policy_name
+        self.policy_reason = policy_reason
         self.residency = Residency(arena.n_slots, policy)
         self.slots = tuple(arena.slot(i) for i in range(arena.n_slots))
         self.copied_nbytes = 0
-        self.failed_fills = 0
         self.trace: TraceRing | None = None
         """Where what happens here is recorded; its hierarchy sets it."""
         self._queue: deque[Ticket] = deque()
-        self._n_transfers = 0
-        self._drained: list[asyncio.Future[None]] = []
+        self.transfers = Transfers()
+        self.fills = Fills(self)
+        self.keeper = Keeper(self) if keeps else None
+        self.below = source.keeper if isinstance(source, Tier) else None
         self._pumping = False
+        self.backing = Backing(self.residency, arena, self.slots)
         self._closed = False
 
     # -- admission ---------------------------------------------------------------------------------
@@ -78,11 +96,14 @@ class Tier:
         self._check_open()
         if self._queue:
             return None
+        self.shrink()
         admission = self.residency.admit(keys)
         if admission is None:
             return None
+        if self.fills.guesses:
+            self.fills.want(admission.entries)
         if admission.to_fill:
-            self._fill(admission.to_fill)
+            self.fills.start(admission.to_fill)
         return admission
 
     def enqueue(self, ticket: Ticket, *, ahead: bool = False) -> None:
@@ -95,8 +116,23 @@ class Tier:
         if ahead:
             self._queue.appendleft(ticket)
         else:
-            self._queue.append(ticket)
+            queue_up(self._queue, ticket)
         self.pump()
+
+    def promote(self, ticket: Ticket) -> None:
+        """Demand has come for ``ticket``, granted or still in the queue."""
+        ticket.priority = Priority.DEMAND
+        if ticket.admission is not None:
+            self.fills.want(ticket.admission.entries)
+        else:
+            self._queue.remove(ticket)
+            queue_up(self._queue, ticket)
+            self.pump()
+
+    def requeue(self, ticket: Ticket) -> None:
+        """What ``ticket`` was granted has made way for demand: it waits for its next turn."""
+        ticket.admission = None
+        queue_up(self._queue, ticket, again=True)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Undo ``ticket``, granted or still in the queue, and let the next one have its turn."""
@@ -106,20 +142,21 @@ class Tier:
             self._queue.remove(ticket)
             self.pump()
 
-    def unpin(self, entries: Sequence[Entry]) -> None:
+    def unpin(self, entries: Sequence[Entry], fences: Sequence[Fence] = ()) -> None:
         """Drop one pin of each; a fill nobody wants any more is dropped if it has not started.
 
-        At once, unless another thread is inside the mutex at this moment (or we are, and garbage
-        collection released a lease in the middle of it): then in the loop's next turn.
+        Slots of READY ones will not be written before ``fences`` have passed. At once, unless
+        another thread is inside the mutex at this moment (or we are, and garbage collection
+        released a lease in the middle of it): then in the loop's next turn.
         """
-        unwanted = self.residency.try_unpin(entries)
+        unwanted = self._try_unpin(entries, fences)
         if unwanted is None:
-            asyncio.get_running_loop().call_soon(self.unpin, entries)
+            asyncio.get_running_loop().call_soon(self.unpin, entries, fences)
             return
         # Last asked, first dropped: dropping a running fill first would start its queued successor.
         for entry in reversed(unwanted):
-            self._drop(entry, ClosedError("nobody waits for this expert"))
-        if self._queue:
+            self.fills.drop(entry, ClosedError("nobody waits for this expert"))
+        if self._queue or self.backing.shrinking:
             self.pump()
 
     # -- admission, from any thread ----------------------------------------------------------------
@@ -130,7 +167,10 @@ class Tier:
         return None if self._queue else self.residency.pinned_hits(keys)
 
     def unpin_landed(
-        self, entries: Sequence[Entry], post: Callable[[Callable[[], None]], object]
+        self,
+        entries: Sequence[Entry],
+        fences: Sequence[Fence],
+        post: Callable[[Callable[[], None]], object],
     ) -> None:
         """``unpin`` of entries none of which is FILLING; ``post`` runs a callback in our loop.
 
@@ -138,11 +178,18 @@ class Tier:
         No wake-up is lost. A ticket is queued before the mutex is taken to admit it, and here the
         mutex is given back before the queue is looked at. So either that admission comes after our
         unpinning and counts the slots, or the ticket is in the queue when we look and we ``pump``.
+        The same goes for the sweep of a tier that shrinks.
         """
-        if self.residency.try_unpin(entries) is None:
-            post(partial(self.unpin, entries))
-        elif self._queue:
+        if self._try_unpin(entries, fences) is None:
+            post(partial(self.unpin, entries, fences))
+        elif self._queue or self.backing.shrinking:
             post(self.pump)
+
+    def _try_unpin(self, entries: Sequence[Entry], fences: Sequence[Fence]) -> list[Entry] | None:
+        if not fences:
+            return self.residency.try_unpin(entries)
+        keep = partial(self.backing.keep_idle, entries, fences)
+        return self.residency.try_unpin(entries, first=keep)
 
     # -- admission, in the loop --------------------------------------------------------------------
 
@@ -152,93 +199,64 @@ class Tier:
             return  # a grant below freed a slot: the loop of the outer call sees it
         self._pumping = True
         try:
-            while granted := self._grant():
+            self.shrink()
+            while granted := self.fills.grant(self._queue):
                 for ticket in granted:
                     ticket.on_granted()
         finally:
             self._pumping = False
 
-    def _grant(self) -> list[Ticket]:
-        granted: list[Ticket] = []
-        to_fill: list[Entry] = []
-        while self._queue:
-            admission = self.residency.admit(self._queue[0].keys)
-            if admission is None:
-                break
-            ticket = self._queue.popleft()
-            ticket.admission = admission
-            granted.append(ticket)
-            to_fill += admission.to_fill
-        if to_fill:
-            self._fill(to_fill)
-        return granted
+    # -- being resized -----------------------------------------------------------------------------
 
-    # -- fills -------------------------------------------------------------------------------------
+    def resize(
+        self, n_slots: int, hopeless: Callable[[Ticket], BaseException | None] = lambda _: None
+    ) -> None:
+        """Hold experts in the first ``n_slots`` slots only, or in more of them again.
 
-    def _fill(self, entries: Sequence[Entry]) -> None:
-        requests = [(entry.key, self.arena.slot(entry.slot_index)) for entry in entries]
-        if self.trace is not None:
-            self._note_fills(self.trace, entries)
-        try:
-            fills = self.source.read_into(requests)
-        except Exception as error:  # noqa: BLE001 (whatever a source raises reaches every waiter)
-            fills = [RefusedFill(error) for _ in requests]
-        self._n_transfers += len(fills)
-        for entry, fill in zip(entries, fills, strict=True):
-            entry.fill = fill
-            fill.done.add_done_callback(partial(self._landed, entry))
-
-    def _landed(self, entry: Entry, done: asyncio.Future[None]) -> None:
-        self._end_transfer()
-        if done.cancelled() and entry.state is not FILLING:
-            return  # we dropped it, and said so then
-        error = ClosedError("the read was dropped") if done.cancelled() else done.exception()
-        waiters, entry.waiters = entry.waiters, []
-        if self.trace is not None:
-            self._note_end(self.trace, entry, error)
-        if error is None:
-            self.residency.commit(entry)
-        else:
-            self.failed_fills += 1
-            self.residency.abort(entry)
-        for waiter in waiters:
-            waiter(entry, error)
+        What is pinned or in flight stays until it is not, and all memory until then (``backing``).
+        Who would wait for slots for ever is refused with what ``hopeless`` says. Raises
+        ``BudgetError``, with nothing changed, if memory for more cannot be had.
+        """
+        self._check_open()
+        self.backing.resize(n_slots)
+        for ticket in list(self._queue):
+            error = hopeless(ticket)
+            if error is not None:
+                self._queue.remove(ticket)
+                ticket.on_refused(error)
         self.pump()
 
-    def _drop(self, entry: Entry, error: BaseException) -> None:
-        """Drop the fill of ``entry`` if it has not started; ``error`` goes to those who wait."""
-        fill: Fill = entry.fill  # type: ignore[assignment]  # FILLING entries have one
-        if not fill.drop_if_queued():
-            return
-        waiters, entry.waiters = entry.waiters, []
+    def shrink(self) -> None:
+        """Give back what is left to give back, as far as that can be done now."""
+        if self.backing.shrinking:
+            swept = self.backing.give_back(self.pump)
+            self.note_evicted(swept)
+
+    def note_evicted(self, keys: Sequence[ExpertKey]) -> None:
+        """``keys`` had to go though nobody took their slots."""
         if self.trace is not None:
-            self.trace.note(EventKind.DROPPED, self.name, entry.key)
-        self.residency.abort(entry)
-        for waiter in waiters:
-            waiter(entry, error)
-
-    def _note_fills(self, trace: TraceRing, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            if entry.evicted is not None:
-                trace.note(EventKind.EVICTED, self.name, entry.evicted)
-            trace.note(EventKind.FILLING, self.name, entry.key)
-
-    def _note_end(self, trace: TraceRing, entry: Entry, error: BaseException | None) -> None:
-        kind = EventKind.LANDED if error is None else EventKind.FAILED
-        trace.note(kind, self.name, entry.key, None if error is None else str(error))
+            note_evicted(self.trace, self.name, keys)
+        if self.below is not None:
+            self.below.gone_above(keys)
 
     # -- being a source ----------------------------------------------------------------------------
 
-    def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[Fill]:
+    def read_into(
+        self, requests: Sequence[tuple[ExpertKey, Slot]], *, priority: Priority = Priority.DEMAND
+    ) -> Sequence[Fill]:
         """Start copying each expert, brought in here first if absent, into the slot above."""
         self._check_open()
         if requests:
             # A slot above has one writer at most, so never more than there are wait for ours.
             n_above = requests[0][1].arena.n_slots
             assert len(self._queue) + len(requests) <= n_above, f"more than {n_above} copies"
-        fills = [CopyFill(self, key, target) for key, target in requests]
-        for fill in fills:
-            self._queue.append(fill.ticket)
+        fills = [CopyFill(self, key, target, priority) for key, target in requests]
+        tickets = [fill.ticket for fill in fills]
+        if self.keeper is not None:
+            # What is here goes first: no read takes the slot of what was asked for beside it.
+            tickets.sort(key=lambda ticket: ticket.keys[0] not in self.residency.entries)
+        for ticket in tickets:
+            queue_up(self._queue, ticket)
         self.pump()
         return fills
 
@@ -252,8 +270,8 @@ class Tier:
         return self.source.counters
 
     def begin_copy(self, entry: Entry) -> None:
-        """A copy out of ``entry``'s slot begins; ``drain`` waits for its end."""
-        self._n_transfers += 1
+        """A copy out of ``entry``'s slot begins; ``close`` waits for its end."""
+        self.transfers.begin()
         if self.trace is not None:
             self.trace.note(EventKind.COPYING, self.name, entry.key)
 
@@ -261,25 +279,15 @@ class Tier:
         """The copy out of ``entry``'s slot has passed its fence: the slot may be rewritten."""
         if self.trace is not None:
             self.trace.note(EventKind.COPIED, self.name, entry.key)
-        self._end_transfer()
-        self.unpin([entry])
-
-    def _end_transfer(self) -> None:
-        self._n_transfers -= 1
-        if not self._n_transfers:
-            waiting, self._drained = self._drained, []
-            for future in waiting:
-                if not future.done():
-                    future.set_result(None)
+        self.transfers.end()
+        if self.keeper is None or not entry.copied_up:
+            self.unpin([entry])
+            return
+        self.residency.demote(entry)
+        if self._queue or self.backing.shrinking:
+            self.pump()
 
     # -- the end -----------------------------------------------------------------------------------
-
-    async def drain(self) -> None:
-        """Return when no transfer into or out of our slots is running. Safe to cancel."""
-        while self._n_transfers:
-            future = asyncio.get_running_loop().create_future()
-            self._drained.append(future)
-            await future
 
     def shut(self) -> None:
         """Refuse all new work, and with ``ClosedError`` all that waits for slots. Idempotent."""
@@ -290,7 +298,7 @@ class Tier:
             ticket.on_refused(ClosedError(f"tier {self.name!r} was closed"))
 
     async def close(self) -> None:
-        """Shut, drop queued fills, drain, close what is below, free the memory.
+        """Shut, drop queued fills, drain, close what is below, free memory nothing reads any more.
 
         Dropped fills end in ``ClosedError``. Cancelling this coroutine leaves the tier shut with
         its memory intact; calling it again goes on where it was.
@@ -299,10 +307,15 @@ class Tier:
         error = ClosedError(f"tier {self.name!r} was closed")
         for entry in reversed(list(self.residency.entries.values())):
             if entry.state is FILLING:
-                self._drop(entry, error)
-        await self.drain()
+                self.fills.drop(entry, error)
+        await self.transfers.drain()
         await self.source.close()
+        await self.backing.idle()
         self.arena.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"tier {self.name!r} is closed")
 
     @property
     def closed(self) -> bool:
@@ -314,18 +327,9 @@ class Tier:
         """How many acquires, or copies into the tier above, wait for slots."""
         return len(self._queue)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"tier {self.name!r} is closed")
-
     def check(self) -> None:
         """Assert the invariants; O(n), for tests."""
-        self.residency.check()
-        if self._queue:
-            head = self._queue[0].keys
-            assert self.residency.n_fitting(head) < len(head), "I6: the head fits and waits"
-        for entry in self.residency.entries.values():
-            assert (entry.fill is not None) == (entry.state is FILLING), f"I5: {entry}"
+        check_tier(self, self._queue)
 
     def __repr__(self) -> str:
         return f"<Tier {self.name!r} {len(self._queue)} queued, {self.residency!r}>"

@@ -10,6 +10,7 @@ waits, leases, reads and copies can be drawn from a snapshot alone::
                 ACQUIRED ──┘
     FILLING ──▶ LANDED, FAILED or DROPPED    one expert on its way into a slot of ``tier``
     COPYING ──▶ COPIED                       one expert on its way out of ``tier``, into the next
+    RETURNING ──▶ RETURNED                   one expert on its way back, from the next into ``tier``
     EVICTED                                  one expert gave its slot in ``tier`` to another
 
 What an acquire sets off is recorded just before it: the evictions, each with the fill it made room
@@ -29,8 +30,9 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from tieredmoe.entry import Entry
     from tieredmoe.spec import ExpertKey
 
 
@@ -49,6 +51,8 @@ class EventKind(enum.Enum):
     """Pins were given back; those of a stream's wave come back in parts."""
     FILLING = "filling"
     """A fill was asked of the source below."""
+    PREFETCHED = "prefetched"
+    """The fill that follows was asked for before anybody wanted the expert."""
     LANDED = "landed"
     """The expert is READY."""
     FAILED = "failed"
@@ -61,6 +65,10 @@ class EventKind(enum.Enum):
     """A copy into the tier above was begun."""
     COPIED = "copied"
     """That copy has passed its fence (or failed, which the tier above records)."""
+    RETURNING = "returning"
+    """The expert was evicted above and has a slot here again; its copy back was begun."""
+    RETURNED = "returned"
+    """That copy has passed its fence."""
 
 
 class Event(NamedTuple):
@@ -150,3 +158,23 @@ class TraceRing:
 
     def __repr__(self) -> str:
         return f"<TraceRing of {len(self._events)} events, {self.n_dropped} dropped>"
+
+
+def note_evicted(trace: TraceRing, tier: str, keys: Iterable[ExpertKey]) -> None:
+    """Note that experts had to go though nobody took their slots."""
+    for key in keys:
+        trace.note(EventKind.EVICTED, tier, key)
+
+
+def note_fills(trace: TraceRing, tier: str, entries: Sequence[Entry]) -> None:
+    """Note that experts have been given slots, each after the one that had to go for it."""
+    for entry in entries:
+        if entry.evicted is not None:
+            trace.note(EventKind.EVICTED, tier, entry.evicted)
+        trace.note(EventKind.FILLING, tier, entry.key)
+
+
+def note_end(trace: TraceRing, tier: str, entry: Entry, error: BaseException | None) -> None:
+    """Note how a fill has ended."""
+    kind = EventKind.LANDED if error is None else EventKind.FAILED
+    trace.note(kind, tier, entry.key, None if error is None else str(error))

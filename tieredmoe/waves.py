@@ -11,6 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tieredmoe.admission import admit
+from tieredmoe.errors import WorkingSetTooLargeError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -75,20 +76,38 @@ class _Waves:
     async def wait_for_slots(self) -> None:
         """Queue, holding nothing, for a quarter of the tier: enough to keep the source busy.
 
-        For less if the owner's other leases, and those of owners that wait while they hold, leave
-        less: such a wave would be refused though smaller ones can be served.
+        A tier that loses slots meanwhile refuses what it could never grant; then for less.
+        """
+        n = self._n_to_wait_for()
+        while True:
+            try:
+                lease = await admit(
+                    self._leases,
+                    self._layer,
+                    self.waiting[:n],
+                    owner=self._owner,
+                    wake=self._arrival,
+                )
+                break
+            except WorkingSetTooLargeError:
+                n_before, n = n, self._n_to_wait_for()
+                if n >= n_before:
+                    raise
+        self.flying.append(lease)
+        del self.waiting[:n]
+
+    def _n_to_wait_for(self) -> int:
+        """A quarter of the slots, or less if leases leave less.
+
+        That is, the owner's others and those of owners that wait while they hold: such a wave would
+        be refused though smaller ones can be served.
         """
         n_slots = self._leases.tier.residency.n_slots
         n = min(len(self.waiting), n_slots // 4)
         if self._leases.held_by({self._owner}):
             held = self._leases.held_by(self._leases.waiting | {self._owner})
             n = min(n, n_slots - len(held))
-        n = max(1, n)
-        lease = await admit(
-            self._leases, self._layer, self.waiting[:n], owner=self._owner, wake=self._arrival
-        )
-        self.flying.append(lease)
-        del self.waiting[:n]
+        return max(1, n)
 
     async def landed(self) -> Lease:
         """The next lease whose experts have all landed, split off the first wave that has some."""

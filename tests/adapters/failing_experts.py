@@ -2,6 +2,8 @@
 
 import asyncio
 
+from tieredmoe.adapters.routed_experts import run_routed
+
 
 class Interrupted:
     """Experts that come one by one; at ``layer`` the second one does not. ``lent`` are out now."""
@@ -13,8 +15,8 @@ class Interrupted:
         self._layer = layer
         self._error = error
 
-    def routed(self, layer, ids, weights):
-        pass
+    async def run(self, layer, x, routing, activation, *, meanwhile):
+        return await run_routed(layer, x, routing, activation, self, meanwhile=meanwhile)
 
     def executed(self, layer, n_pairs):
         pass

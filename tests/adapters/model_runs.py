@@ -19,18 +19,9 @@ class Recorder:
         self._experts = experts
         self._routed = {}
 
-    @property
-    def spec(self):
-        return self._experts.spec
-
-    def routed(self, layer, ids, weights):
-        self._routed.setdefault(layer, []).append((ids, weights))
-
-    def executed(self, layer, n_pairs):
-        assert n_pairs == self._routed[layer][-1][0].numel()
-
-    def stream(self, layer, experts):
-        return self._experts.stream(layer, experts)
+    async def run(self, layer, x, routing, activation, *, meanwhile):
+        self._routed.setdefault(layer, []).append(routing)
+        return await self._experts.run(layer, x, routing, activation, meanwhile=meanwhile)
 
     def routing(self, layer):
         """All ids, ascending for each token, and their weights: both [T, k]."""

@@ -12,6 +12,7 @@ from kimi_k3_source import source_of
 from model_runs import Recorder, load_source, run
 
 from tieredmoe.adapters.kimi_k3 import heads, mla
+from tieredmoe.adapters.routed_experts import run_routed
 from tieredmoe.errors import ConfigError, ExpertLoadError, PromptTooLongError, TokenizerError
 from tieredmoe.moe.linear import PackedLinear
 from tieredmoe.spec import ExpertKey
@@ -81,15 +82,20 @@ class Watched(Recorder):
 
     def __init__(self, experts):
         super().__init__(experts)
+        self.spec = experts.spec
         self.asked, self.n_executed = [], {}
 
+    async def run(self, layer, x, routing, activation, *, meanwhile):
+        self._routed.setdefault(layer, []).append(routing)
+        return await run_routed(layer, x, routing, activation, self, meanwhile=meanwhile)
+
     def executed(self, layer, n_pairs):
-        super().executed(layer, n_pairs)
+        assert n_pairs == self._routed[layer][-1].ids.numel()
         self.n_executed[layer] = self.n_executed.get(layer, 0) + n_pairs
 
     def stream(self, layer, experts):
         self.asked.append((layer, list(experts)))
-        return super().stream(layer, experts)
+        return self._experts.stream(layer, experts)
 
 
 def test_a_chunk_asks_once_in_each_routed_layer_for_its_distinct_experts(tiny):
@@ -208,5 +214,5 @@ def test_how_many_heads_are_unpacked_at_a_time_does_not_matter(tiny, monkeypatch
 
 def test_dense_matrices_stay_in_their_files_bytes(tiny):
     layer = tiny[0]._layers[1]
-    held = [layer.attention._w.q_a, layer.attention._w.keys._matrix, layer.ffn._latent._down]
+    held = [layer.attention._w.q_a, layer.attention._w.keys.matrix, layer.ffn.latent.down]
     assert all(isinstance(matrix, PackedLinear) for matrix in held)

@@ -13,6 +13,7 @@ import torch
 
 from tieredmoe import (
     BudgetError,
+    ClosedError,
     ConfigError,
     HierarchyConfig,
     Message,
@@ -27,7 +28,7 @@ from tieredmoe import (
     open_model,
     open_pack,
 )
-from tieredmoe.adapters import dense_tensors
+from tieredmoe.adapters import dense_memory
 from tieredmoe.pack import progress, tensors
 from tieredmoe.testing.tiny_gguf import make_deepseek_v4
 
@@ -439,10 +440,46 @@ def test_memory_refused_for_the_dense_weights_is_a_budget_error(packs, monkeypat
 
     before = n_open()
     refusing = SimpleNamespace(**{**vars(mmap), "mmap": refuse})
-    monkeypatch.setattr(dense_tensors, "mmap", refusing)
+    monkeypatch.setattr(dense_memory, "mmap", refusing)
     with pytest.raises(BudgetError, match=r"refused .* for the dense weights .*ulimit"):
         asyncio.run(open_model(packs / "ids.pack", SMALL))
     assert n_open() == before
+
+
+def test_a_closed_model_still_says_what_it_did_and_says_that_it_is_closed(packs):
+    async def main():
+        model = await open_model(packs / "ids.pack", SMALL)
+        async with model:
+            generation = model.generate([3, 4], max_new_tokens=3)
+            async for _ in generation:
+                pass
+            assert "deepseek4 on the host" in repr(model)
+        await model.close()
+        return model, generation
+
+    model, generation = asyncio.run(main())
+    assert generation.report.n_generated == 3
+    assert model.stats().cache_misses > 0
+    assert "deepseek4" in repr(model)
+    with pytest.raises(ClosedError, match="was closed"):
+        model.generate([3, 4])
+
+
+def test_prompts_go_in_chunks_of_what_the_model_was_opened_for(packs):
+    async def main():
+        async with await open_model(packs / "ids.pack", SMALL, chunk_length=8) as model:
+            real, lengths = model.model.forward, []
+
+            async def forward(tokens, *args, **kwargs):
+                lengths.append(len(tokens))
+                return await real(tokens, *args, **kwargs)
+
+            model.model.forward = forward
+            async for _ in model.generate([3] * 20, max_new_tokens=1):
+                pass
+            return lengths
+
+    assert asyncio.run(main()) == [8, 8, 4]
 
 
 def n_open():

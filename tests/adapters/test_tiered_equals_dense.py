@@ -59,8 +59,11 @@ async def logits(model, tokens, experts):
     )
 
 
-def tiered_logits(made, slots, policy, *, records=None):
-    """The same through a hierarchy whose slots are poisoned before every fill."""
+def tiered_logits(made, slots, policy, *, records=None, keeps=False):
+    """The same through a hierarchy whose slots are poisoned before every fill.
+
+    With ``keeps``, lower tiers keep what those above evict, and only what is read is poisoned.
+    """
     pack, model, tokens, _ = made
     records = records or pack
     spec = pack.spec
@@ -72,8 +75,11 @@ def tiered_logits(made, slots, policy, *, records=None):
             name = policy if i == len(slots) - 1 else "lru"
             chosen = make_policy(name, n_slots=n_slots, layers=spec.layers, top_k=spec.top_k)
             arena = host_arena(n_slots, spec.slot_nbytes if i else records.slot_nbytes)
-            tier = Tier(name=name, source=source, arena=arena, policy=chosen)
-            source = FaultySource(tier)
+            top = i == len(slots) - 1
+            tier = Tier(
+                name=name, source=source, arena=arena, policy=chosen, keeps=keeps and not top
+            )
+            source = tier if keeps else FaultySource(tier)
         async with Hierarchy(tier, spec) as hierarchy:
             result = await logits(model, tokens, TieredExperts(hierarchy))
             hierarchy.check()
@@ -95,6 +101,17 @@ def test_logits_are_bit_equal_through_a_virtual_pack_too(made, slots):
     got, stats = tiered_logits(made, slots, "lfu_lru", records=records)
     assert torch.equal(got, made[3])
     assert stats.pack_reads >= stats.resident_experts
+
+
+@pytest.mark.parametrize("slots", [(4, 5), (8, 4), (30, 4), (12, 6, 5)])
+@pytest.mark.parametrize("virtual", [False, True])
+def test_logits_are_bit_equal_whatever_a_ram_tier_keeps(made, slots, virtual):
+    records = made[0]
+    if virtual:
+        records = open_virtual_pack(made[0].path.with_name("m-00002-of-00002.gguf"))
+    got, stats = tiered_logits(made, slots, "lru", records=records, keeps=True)
+    assert torch.equal(got, made[3])
+    assert stats.copied_back > 0
 
 
 @pytest.fixture(scope="module")

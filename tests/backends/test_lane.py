@@ -64,27 +64,27 @@ def test_two_reads_start_however_large():
     assert len(take_all(one)) == 2
 
 
-def test_prefetch_has_four_records_in_flight_until_the_rate_is_known():
+def test_prefetch_has_one_record_in_flight_until_the_rate_is_known():
     one = lane(window=1000 * MB)
     put(one, 10, LOOKAHEAD)
-    assert len(take_all(one)) == 4
+    assert len(take_all(one)) == 1
 
 
 def test_a_record_may_take_several_reads():
     one = lane(window=1000 * MB, record_nbytes=3 * MB)
     put(one, 20, LOOKAHEAD)
-    assert len(take_all(one)) == 12
+    assert len(take_all(one)) == 3
 
 
-def test_prefetch_has_eight_milliseconds_of_the_measured_rate_in_flight():
+def test_prefetch_has_a_millisecond_of_the_measured_rate_in_flight():
     clock = Clock()
     one = lane(window=1000 * MB, clock=clock)
     (first,) = put(one, 1, nbytes=MB)
     one.take()
-    clock.now += 0.0005  # 2 GB/s: 16 MB in 8 ms
+    clock.now += 0.0001  # 10 GB/s: 10 MB in 1 ms
     one.ended(first)
     put(one, 30, CERTAIN)
-    assert len(take_all(one)) == 16
+    assert len(take_all(one)) == 10
 
 
 def test_time_without_reads_does_not_count_for_the_rate():
@@ -93,10 +93,10 @@ def test_time_without_reads_does_not_count_for_the_rate():
     for _ in range(3):
         (each,) = put(one, 1)
         one.take()
-        clock.now += 0.0005
+        clock.now += 0.0001
         one.ended(each)
         clock.now += 100
-    assert one.prefetch_window_nbytes == 16 * MB
+    assert one.prefetch_window_nbytes == pytest.approx(10 * MB, abs=1)
 
 
 def test_reads_side_by_side_take_their_time_once():
@@ -105,22 +105,22 @@ def test_reads_side_by_side_take_their_time_once():
     reads = put(one, 2)
     take_all(one)
     for each in reads:
-        clock.now += 0.0005
+        clock.now += 0.0001
         one.ended(each)
-    assert one.prefetch_window_nbytes == 16 * MB
+    assert one.prefetch_window_nbytes == 10 * MB
 
 
 def test_the_rate_follows_the_device():
     clock = Clock()
     one = lane(window=1000 * MB, clock=clock)
-    for seconds in (0.0005, 0.005):
+    for seconds in (0.0001, 0.005):
         for _ in range(4000):
             (each,) = put(one, 1)
             one.take()
             clock.now += seconds
             one.ended(each)
-    # 0.2 GB/s is 1.6 MB in 8 ms: the floor of four reads again.
-    assert one.prefetch_window_nbytes == 4 * MB
+    # 0.2 GB/s is 0.2 MB in 1 ms: the floor of one read again.
+    assert one.prefetch_window_nbytes == MB
 
 
 @pytest.mark.parametrize("priority", [CERTAIN, LOOKAHEAD, WARMUP])
@@ -153,7 +153,7 @@ def test_a_small_prefetch_does_not_slip_past_what_is_more_urgent_and_does_not_fi
 
 
 def test_prefetch_in_flight_leaves_demand_its_place():
-    one = lane(window=100 * MB, n_reads_max=16)
+    one = lane(window=100 * MB, n_reads_max=16, record_nbytes=4 * MB)
     put(one, 50, CERTAIN)
     assert len(take_all(one)) == 4
     demand = put(one, 3)
@@ -168,7 +168,7 @@ def test_prefetch_never_takes_every_read_there_can_be():
 
 
 def test_the_more_certain_goes_first():
-    one = lane(window=1 * MB)
+    one = lane(window=1 * MB, record_nbytes=4 * MB)
     warm, look, certain = (put(one, 1, p)[0] for p in (WARMUP, LOOKAHEAD, CERTAIN))
     assert take_all(one) == [certain, look]
     one.ended(certain)
@@ -188,15 +188,93 @@ def test_a_promoted_prefetch_stands_last_in_the_demand_queue():
 
 
 def test_a_promoted_read_does_not_count_as_prefetch():
-    one = lane(window=1000 * MB, clock=Clock())
+    one = lane(window=1000 * MB, record_nbytes=4 * MB, clock=Clock())
     hints = put(one, 8, LOOKAHEAD)
     assert len(take_all(one)) == 4
     for each in hints[4:]:
         one.promote(each.future)
     more = put(one, 4, LOOKAHEAD)
     assert take_all(one) == hints[4:]
-    one.ended(hints[0])
+    for each in (hints[0], *hints[4:7]):
+        one.ended(each)
     assert take_all(one) == more[:1]
+
+
+def test_no_prefetch_starts_while_demand_keeps_the_device_busy():
+    one = lane(window=1000 * MB, record_nbytes=4 * MB)
+    demand = put(one, 3)
+    assert take_all(one) == demand
+    hints = put(one, 2, CERTAIN)
+    assert one.take() is None
+    one.ended(demand[0])
+    assert one.take() is None
+    one.ended(demand[1])
+    assert take_all(one) == hints
+
+
+def test_demand_is_delayed_until_the_last_prefetch_it_found_has_ended():
+    clock = Clock()
+    one = lane(window=1000 * MB, record_nbytes=4 * MB, clock=clock)
+    hints = put(one, 2, LOOKAHEAD)
+    take_all(one)
+    clock.now = 1.0
+    put(one, 1)
+    take_all(one)
+    assert one.demand_delay_s == 0
+    later = put(one, 1, LOOKAHEAD)
+    assert take_all(one) == later
+    for clock.now, each in ((2.0, hints[0]), (4.0, hints[1]), (8.0, later[0])):
+        one.ended(each)
+    assert one.demand_delay_s == 3.0
+
+
+def test_a_prefetch_that_demand_wants_is_not_in_its_way():
+    clock = Clock()
+    one = lane(window=1000 * MB, record_nbytes=4 * MB, clock=clock)
+    wanted, other = put(one, 2, LOOKAHEAD)
+    take_all(one)
+    one.promote(wanted.future)
+    put(one, 1)
+    clock.now = 1.0
+    one.promote(other.future)
+    assert one.demand_delay_s == 1.0
+    clock.now = 5.0
+    one.ended(wanted)
+    one.ended(other)
+    assert one.demand_delay_s == 1.0
+
+
+def test_the_time_that_prefetch_has_to_itself_is_what_it_can_win():
+    clock = Clock()
+    one = lane(window=1000 * MB, record_nbytes=4 * MB, clock=clock)
+    first, second = put(one, 2, LOOKAHEAD)
+    take_all(one)
+    clock.now = 1.0
+    one.ended(first)
+    clock.now = 3.0
+    (demand,) = put(one, 1)
+    assert one.ahead_s == 3.0
+    take_all(one)
+    clock.now = 4.0
+    one.ended(demand)
+    clock.now = 6.0
+    one.promote(second.future)
+    assert one.ahead_s == 5.0
+    clock.now = 9.0
+    one.ended(second)
+    assert one.ahead_s == 5.0
+
+
+def test_prefetch_alone_delays_nobody():
+    clock = Clock()
+    one = lane(window=1000 * MB, record_nbytes=4 * MB, clock=clock)
+    hints = put(one, 2, LOOKAHEAD)
+    take_all(one)
+    for each in hints:
+        clock.now += 1.0
+        one.ended(each)
+    put(one, 1)
+    assert one.demand_delay_s == 0
 
 
 def test_a_removed_read_never_starts():

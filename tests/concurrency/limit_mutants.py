@@ -2,10 +2,10 @@
 
 from mutation import mutant
 
-from tieredmoe import admission
+from tieredmoe import admission, trace
+from tieredmoe.filling import Fills
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.lease import Lease, Leases
-from tieredmoe.tier import Tier
 
 OF_LIMITS = [
     mutant(
@@ -65,17 +65,17 @@ OF_TRACES = [
     ),
     mutant(
         "evictions are not traced",
-        Tier._note_fills,
-        "trace.note(EventKind.EVICTED, self.name, entry.evicted)",
+        trace.note_fills,
+        "trace.note(EventKind.EVICTED, tier, entry.evicted)",
     ),
     mutant(
         "a dropped fill is not traced",
-        Tier._drop,
-        "self.trace.note(EventKind.DROPPED, self.name, entry.key)",
+        Fills.drop,
+        "tier.trace.note(EventKind.DROPPED, tier.name, entry.key)",
     ),
     mutant(
         "a failed fill is traced as landed",
-        Tier._note_end,
+        trace.note_end,
         "EventKind.LANDED if error is None else EventKind.FAILED",
         "EventKind.LANDED",
     ),

@@ -4,11 +4,13 @@ from mutation import mutant
 
 from tieredmoe import admission, waves
 from tieredmoe.copying import CopyFill
+from tieredmoe.filling import Fills
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.lease import Lease, Leases
 from tieredmoe.residency import Residency
 from tieredmoe.source import load_error
 from tieredmoe.tier import Tier
+from tieredmoe.transfers import Transfers
 
 SEEDED = [
     mutant(
@@ -24,10 +26,10 @@ SEEDED = [
     ),
     mutant(
         "a slot is published before its read has ended",
-        Tier._fill,
+        Fills.start,
         "fill.done.add_done_callback(partial(self._landed, entry))",
-        "fill.done.add_done_callback(lambda _: self._end_transfer())\n"
-        "        self.residency.commit(entry)",
+        "fill.done.add_done_callback(lambda _: self._tier.transfers.end())\n"
+        "        self._tier.residency.commit(entry)",
     ),
     mutant(
         "the victim is among the keys being acquired",
@@ -52,7 +54,7 @@ SEEDED = [
     mutant(
         "shutdown leaves reads writing",
         Tier.close,
-        "await self.drain()\n    await self.source.close()",
+        "await self.transfers.drain()\n    await self.source.close()",
     ),
 ]
 """The seven that a prototype had; two of them escaped fuzzing."""
@@ -112,7 +114,7 @@ OF_RESIDENCY = [
     mutant("hits are one short", Residency._pinned_hits, "len(entries)\n", "len(entries) - 1\n"),
     mutant("joins are not misses", Residency._pin_resident, "self.misses += 1"),
     mutant("joins are not counted", Residency._pin_resident, "self.joins += 1"),
-    mutant("evictions are not counted", Residency._take_slot, "self.evictions += 1"),
+    mutant("evictions are not counted", Residency._evict, "self.evictions += 1"),
     mutant("misses count every key", Residency.admit, "len(to_fill)\n", "len(keys)\n"),
     mutant("the policy is not told of a step", Residency.admit, "policy.step(keys[0].layer, keys)"),
 ]
@@ -120,25 +122,25 @@ OF_RESIDENCY = [
 OF_TIERS = [
     mutant(
         "a failed read is committed as ready",
-        Tier._landed,
+        Fills._landed,
         "if error is None:",
         "if True:",
     ),
     mutant(
         "waiters are told before the state changes",
-        Tier._landed,
+        Fills._landed,
         "for waiter in waiters:\n        waiter(entry, error)",
         "pass",
-        Tier._landed,
+        Fills._landed,
         "if error is None:",
         "for waiter in waiters:\n        waiter(entry, error)\n    if error is None:",
     ),
-    mutant("a failed fill does not pump", Tier._landed, "self.pump()", "error or self.pump()"),
-    mutant("a landed fill does not pump", Tier._landed, "self.pump()", "error and self.pump()"),
+    mutant("a failed fill does not pump", Fills._landed, "tier.pump()", "error or tier.pump()"),
+    mutant("a landed fill does not pump", Fills._landed, "tier.pump()", "error and tier.pump()"),
     mutant("released slots do not pump", Tier.unpin, "self.pump()"),
     mutant(
         "a dropped fill frees the slot of a running read",
-        Tier._drop,
+        Fills.drop,
         "if not fill.drop_if_queued():\n        return",
         "fill.drop_if_queued()",
     ),
@@ -165,23 +167,23 @@ OF_TIERS = [
     mutant(
         "a release inside the mutex is forgotten",
         Tier.unpin,
-        "asyncio.get_running_loop().call_soon(self.unpin, entries)",
+        "asyncio.get_running_loop().call_soon(self.unpin, entries, fences)",
     ),
     mutant(
         "a thread's release inside the mutex is forgotten",
         Tier.unpin_landed,
-        "post(partial(self.unpin, entries))",
+        "post(partial(self.unpin, entries, fences))",
     ),
-    mutant("a drained tier does not say so", Tier._end_transfer, "future.set_result(None)"),
+    mutant("a drained tier does not say so", Transfers.end, "future.set_result(None)"),
     mutant("shutting refuses nobody", Tier.shut, "ticket.on_refused", "str"),
     mutant("a shut tier takes new work", Tier._check_open, "if self._closed:", "if False:"),
-    mutant("closing drops nothing", Tier.close, "self._drop(entry, error)"),
-    mutant("closing does not wait for copies", Tier.begin_copy, "+= 1", "+= 0"),
+    mutant("closing drops nothing", Tier.close, "self.fills.drop(entry, error)"),
+    mutant("closing does not wait for copies", Tier.begin_copy, "begin()", "begin(0)"),
     mutant(
         "memory goes before the source below is closed",
         Tier.close,
-        "self.drain()\n    await self.source.close()\n    self.arena.close()",
-        "self.drain()\n    self.arena.close()\n    await self.source.close()",
+        "self.transfers.drain()\n    await self.source.close()",
+        "self.transfers.drain()\n    self.arena.close()\n    await self.source.close()",
     ),
     mutant(
         "a tier below sees offsets of the disk",
@@ -214,7 +216,7 @@ OF_COPIES = [
         "a failed copy leaves its source pinned",
         CopyFill._copy,
         "tier.end_copy(entry)\n        self.done",
-        "tier._end_transfer()\n        self.done",
+        "tier.transfers.end()\n        self.done",
     ),
     mutant(
         "a dropped copy stays in the queue below",
@@ -271,7 +273,11 @@ OF_LEASES = [
         "self._entries = [entry for entry in self._entries if entry.state is not READY]",
     ),
     mutant("a failed expert of a stream is skipped", Lease.take_landed, "raise error"),
-    mutant("a device stream waits for nothing", Lease.wait_on, "slot.ready.wait_on(stream)"),
+    mutant(
+        "a device stream waits for nothing",
+        Lease.wait_on,
+        "slots[entry.slot_index].ready.wait_on(stream)",
+    ),
     mutant("failed experts count as held", Lease.keys, " if entry.state is not ABSENT", ""),
 ]
 
@@ -299,8 +305,8 @@ OF_HIERARCHIES = [
     mutant(
         "two holders wait for each other",
         admission.admit,
-        "leases.held_by(leases.waiting | {owner})",
-        "leases.held_by({owner})",
+        "_never_fitting(leases, keys, leases.waiting | {owner})",
+        "_never_fitting(leases, keys, {owner})",
     ),
     mutant(
         "a holder who gave up counts as waiting for ever",
@@ -329,7 +335,7 @@ OF_HIERARCHIES = [
     ),
     mutant(
         "a stream asks for more slots than holders leave",
-        waves._Waves.wait_for_slots,
+        waves._Waves._n_to_wait_for,
         "if self._leases.held_by({self._owner}):",
         "if False:",
     ),

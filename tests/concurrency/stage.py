@@ -11,18 +11,19 @@ import gc
 from contextlib import asynccontextmanager
 from itertools import count
 
-from stage_memory import Memory, memory_is_gone
+from stage_memory import Memory, assert_copies_pinned, assert_reads_fill, memory_is_gone
 from timeline import assert_whole
 
+from tieredmoe.entry import READY
 from tieredmoe.errors import ClosedError, ExpertLoadError, WorkingSetTooLargeError
 from tieredmoe.hierarchy import Hierarchy
 from tieredmoe.pack.source import PackSource
 from tieredmoe.policies import make_policy
-from tieredmoe.residency import FILLING, READY
 from tieredmoe.spec import PAGE_NBYTES, ExpertKey
-from tieredmoe.testing.arena import LateArena, SimStream
+from tieredmoe.testing.arena import LateArena
 from tieredmoe.testing.disk import SimDisk
 from tieredmoe.testing.loop import SimLoop
+from tieredmoe.testing.stream import SimStream
 from tieredmoe.testing.tiny_pack import TinyPack, tiny_spec
 from tieredmoe.tier import Tier
 
@@ -48,12 +49,22 @@ def sim_disk(**options):
 class Stage:
     """A hierarchy of ``slots`` (from the disk up) under constant inspection, and its tasks by name.
 
-    ``late`` makes the top tier a device, whose copies end later. ``faulty`` and ``closing`` say
-    which errors a caller may meet. ``options`` are the hierarchy's.
+    ``late`` makes the top tier a device, whose copies end later; with ``keeps`` all tiers below
+    keep what is evicted above them. ``faulty`` and ``closing`` say which errors a caller may meet.
+    ``options`` are the hierarchy's.
     """
 
     def __init__(
-        self, slots, *, policy="lru", late=False, disk=None, memory=None, faulty=False, **options
+        self,
+        slots,
+        *,
+        policy="lru",
+        late=False,
+        keeps=False,
+        disk=None,
+        memory=None,
+        faulty=False,
+        **options,
     ):
         assert not (late and len(slots) == 1), "a disk cannot read into a device"
         self.disk = disk or sim_disk()
@@ -71,11 +82,18 @@ class Stage:
             name = policy if top else "lru"
             chosen = make_policy(name, n_slots=n_slots, layers=SPEC.layers, top_k=SPEC.top_k)
             source = Tier(
-                name=f"tier {i}", source=source, arena=arena, policy=chosen, policy_name=name
+                name=f"tier {i}",
+                source=source,
+                arena=arena,
+                policy=chosen,
+                policy_name=name,
+                keeps=keeps and not top,
             )
             self.tiers.append(source)
         self.top = source
         self.late = self.top.arena if late else None
+        self.streams = [SimStream(), SimStream()]
+        self._n_launched = 0
         self.hierarchy = Hierarchy(self.top, SPEC, **options)
         self._views = [
             (tier, [tier.arena.slot(i) for i in range(tier.arena.n_slots)]) for tier in self.tiers
@@ -104,21 +122,9 @@ class Stage:
         if memory_is_gone(tier.arena):
             assert not self.disk.stats().in_flight, "the memory is gone, the reads are not"
             return
-        filling = {
-            slots[entry.slot_index].address
-            for entry in tier.residency.entries.values()
-            if entry.state is FILLING
-        }
-        begin = slots[0].address
-        for op in self.disk.writers_into(begin, len(slots) * PAGE_NBYTES):
-            assert op.address in filling, (
-                f"the disk writes into {op.address:#x}, which is not filling"
-            )
-        if self.late is not None and self.late.copies:
-            below = self.tiers[-2]
-            pinned = {e.slot_index for e in below.residency.entries.values() if e.pins}
-            for copy in self.late.copies:
-                assert copy.source.slot_index in pinned, "the source of a running copy is evictable"
+        assert_reads_fill(tier, slots, self.disk)
+        if self.late is not None:
+            assert_copies_pinned(self.late, self.tiers[-2])
 
     def holds(self, lease, expert):
         """Assert that ``expert`` is there; on a device, only if its copy has ended."""
@@ -127,9 +133,29 @@ class Stage:
         right = PAYLOADS[ExpertKey(lease.layer, expert)]
         assert bytes(slot.view[:PAYLOAD_NBYTES]) == right, f"expert {expert} has other bytes"
 
+    def launch(self, lease, experts, *, duration_s=2e-4):
+        """A kernel on one of two streams: it looks at the experts as it begins and as it ends.
+
+        Nobody waits for it, so the lease may be released, and its slots wanted, in between.
+        """
+        slots = {expert: slot for expert, slot in lease.slots.items() if expert in experts}
+        if not slots:
+            return
+        stream = self.streams[self._n_launched % len(self.streams)]
+        self._n_launched += 1
+        lease.wait_on(stream)
+
+        def look():
+            for expert, slot in slots.items():
+                seen = bytes(slot.view[:PAYLOAD_NBYTES])
+                assert seen == PAYLOADS[ExpertKey(lease.layer, expert)], f"a kernel saw {seen[:8]}"
+
+        stream.run(look, duration_s=duration_s)
+
     async def use(self, lease, experts):
         """What a kernel does: order a stream after the copies, then read the bytes."""
         if self.late is not None:
+            self.launch(lease, experts)
             stream = SimStream()
             lease.wait_on(stream)
             await stream.synchronize()
@@ -145,8 +171,9 @@ class Stage:
         return not (
             disk.in_flight
             or disk.queued
-            or (self.late is not None and self.late.copies)
-            or any(tier._n_transfers for tier in self.tiers)
+            or (self.late is not None and (self.late.copies or self.late.copies_back))
+            or any(stream.n_pending for stream in self.streams)
+            or any(tier.transfers.n for tier in self.tiers)
         )
 
     def at_rest(self):

@@ -1,9 +1,10 @@
-"""Memory that is still there when a hierarchy is closed, to see who writes into it."""
+"""Memory that is still there when a hierarchy is closed, and who may write into it before."""
 
 import ctypes
 
 import numpy as np
 
+from tieredmoe.entry import FILLING
 from tieredmoe.memory import HostArena, HostRegion
 from tieredmoe.spec import PAGE_NBYTES
 from tieredmoe.testing.arena import LateArena
@@ -38,3 +39,23 @@ class Memory:
 
 def memory_is_gone(arena):
     return arena.closed if isinstance(arena, LateArena) else arena._region is None
+
+
+def assert_reads_fill(tier, slots, disk):
+    filling = {
+        slots[entry.slot_index].address
+        for entry in tier.residency.entries.values()
+        if entry.state is FILLING
+    }
+    for op in disk.writers_into(slots[0].address, len(slots) * PAGE_NBYTES):
+        assert op.address in filling, f"the disk writes into {op.address:#x}, which is not filling"
+
+
+def assert_copies_pinned(late, below):
+    """The slots below that a running copy of the arena ``late`` reads or writes are pinned."""
+    if late.copies or late.copies_back:
+        pinned = {entry.slot_index for entry in below.residency.entries.values() if entry.pins}
+        for copy in late.copies:
+            assert copy.source.slot_index in pinned, "the source of a running copy is evictable"
+        for copy in late.copies_back:
+            assert copy.target.slot_index in pinned, "the target of a running copy is evictable"

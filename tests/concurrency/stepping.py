@@ -8,6 +8,7 @@ import attrs
 from stage import MAX_STEPS, SPEC, Stage, place_of, sim_disk, simulate, take
 from stage_memory import Memory
 
+from tieredmoe.spec import Priority
 from tieredmoe.testing.faults import Fault, FaultPlan
 from tieredmoe.testing.loop import SimLoop
 
@@ -20,19 +21,28 @@ class Scenario:
     cast: tuple[str, ...]
     slots: tuple[int, ...]
     late: bool = False
+    keeps: bool = False
     queue_depth: int = 2
     faults: tuple[tuple[int, int], ...] = ()
 
     def __str__(self):
         late = " late" if self.late else ""
-        return f"{self.script.__name__} {self.slots}{late}"
+        keeps = " keeping" if self.keeps else ""
+        return f"{self.script.__name__} {self.slots}{late}{keeps}"
 
     def stage(self, memory=None):
         plan = FaultPlan()
         for layer, expert in self.faults:
             plan.at(0, place_of(layer, expert), Fault("torn"))
         disk = sim_disk(queue_depth=self.queue_depth, faults=plan)
-        return Stage(self.slots, late=self.late, disk=disk, memory=memory, faulty=bool(self.faults))
+        return Stage(
+            self.slots,
+            late=self.late,
+            disk=disk,
+            memory=memory,
+            faulty=bool(self.faults),
+            prefetch_slots=2,
+        )
 
 
 def cancel_at_every_step(scenario, victim, *, twice=False):
@@ -206,6 +216,30 @@ async def letting_go(stage):
     stage.call("two", take, stage, 0, [2, 1])
 
 
+async def guessing(stage):
+    """Some is asked for in time, some too late, some never; and what was guessed has to go."""
+    n = stage.top.residency.n_slots
+    assert stage.hierarchy.prefetch(0, [0, 1]) > 0
+    stage.call("user", take, stage, 0, [0, 2])
+    stage.call("other", take, stage, 1, range(n), hold_s=1e-4)
+    await asyncio.sleep(2e-4)
+    stage.hierarchy.prefetch(1, [4], priority=Priority.CERTAIN)
+    stage.hierarchy.prefetch(0, [4, 5], priority=Priority.CERTAIN)
+    stage.call("late", take, stage, 0, [5, 3])
+    stage.hierarchy.routed(0, [5])
+
+
+async def going_round(stage):
+    """What one evicts the other wants back."""
+
+    async def one_by_one(experts):
+        for expert in experts:
+            await take(stage, 0, [expert])
+
+    stage.call("one", one_by_one, (0, 1, 2, 3, 0))
+    stage.call("two", one_by_one, (3, 2, 1))
+
+
 async def closing(stage):
     stage.call("caller", take, stage, 0, [0, 1])
     stage.call("stream", consume, stage, 1, range(3))
@@ -252,6 +286,12 @@ SCENARIOS = [
     Scenario(awaiting_futures, ("one", "two"), (1, 2), late=True),
     Scenario(letting_go, ("one", "two"), (3,), queue_depth=1),
     Scenario(letting_go, ("one", "two"), (2, 3), queue_depth=1),
+    Scenario(guessing, ("user", "other", "late"), (4,), queue_depth=1),
+    Scenario(guessing, ("user", "other", "late"), (1, 4)),
+    Scenario(guessing, ("user", "other", "late"), (2, 2, 5), late=True),
+    Scenario(guessing, ("user", "other"), (2, 4), faults=((0, 0), (0, 1), (1, 4))),
+    Scenario(going_round, ("one", "two"), (3, 2), late=True, keeps=True),
+    Scenario(going_round, ("one", "two"), (2, 2, 1), late=True, keeps=True),
     Scenario(closing, ("caller", "stream", "closing"), (2,), queue_depth=1),
     Scenario(closing, ("caller", "stream", "closing"), (1, 2), late=True),
 ]

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from stage import SPEC, Stage, sim_disk, simulate
 
 from tieredmoe.errors import ClosedError
+from tieredmoe.spec import Priority
 from tieredmoe.testing.faults import Fault, FaultPlan
 
 CHAINS = [
@@ -34,6 +35,9 @@ def storm(seed):
 class _Storm:
     def __init__(self, seed):
         self.rng = random.Random(seed)
+        self.luck_of_resizer = random.Random(f"resizer {seed}")
+        self.luck_of_keeper = random.Random(f"keeper {seed}")
+        self.luck_of_guesser = random.Random(f"guesser {seed}")
         self.trace_events = 0 if seed % 4 else 1000
 
     async def main(self):
@@ -44,8 +48,10 @@ class _Storm:
             slots,
             policy=rng.choice(["lru", "lfu_lru"]),
             late=len(slots) > 1 and rng.random() < 0.4,
+            keeps=self.luck_of_keeper.random() < 0.5,
             faulty=bool(rate),
             trace_events=self.trace_events,
+            prefetch_slots=self.luck_of_guesser.choice([None, 1, 2, 3]),
             disk=sim_disk(
                 seed=rng.randrange(10**6),
                 queue_depth=rng.choice([1, 2, 8]),
@@ -61,6 +67,10 @@ class _Storm:
             stage.spawn("saboteur", self.saboteur())
         if rng.random() < 0.25:
             stage.spawn("closer", self.closer())
+        if self.luck_of_guesser.random() < 0.7:
+            stage.spawn("guesser", self.guesser())
+        if len(stage.top.slots) > SPEC.top_k and self.luck_of_resizer.random() < 0.4:
+            stage.spawn("resizer", self.resizer())
         await stage.finish()
         await stage.settle()
         if not stage.closing and not rate:
@@ -85,6 +95,33 @@ class _Storm:
             victim.cancel()
             if self.rng.random() < 0.2:
                 victim.cancel()
+
+    async def resizer(self):
+        rng, capacity = self.luck_of_resizer, len(self.stage.top.slots)
+        for _ in range(rng.randint(1, 5)):
+            await asyncio.sleep(rng.choice([0, 5e-5, 2e-4, 6e-4]))
+            n_slots = rng.randint(SPEC.top_k, capacity)
+            async with self.stage.excused():
+                resizing = self.stage.hierarchy.resize(n_slots)
+                if rng.random() < 0.5:
+                    async with asyncio.timeout(rng.choice([0, 1e-4])):
+                        await resizing
+                else:
+                    assert await resizing == n_slots
+                    assert not self.stage.top.backing.shrinking
+
+    async def guesser(self):
+        """Guesses in the middle of everything; who has to do with it later, is chance."""
+        rng, hierarchy = self.luck_of_guesser, self.stage.hierarchy
+        for _ in range(rng.randint(1, 12)):
+            await asyncio.sleep(rng.choice([0, 0, 2e-5, 1e-4, 3e-4]))
+            layer = rng.choice(SPEC.layers)
+            experts = rng.choices(range(SPEC.n_experts), k=rng.randint(1, 4))
+            if rng.random() < 0.25:
+                hierarchy.routed(layer, experts)
+            else:
+                priority = rng.choice([Priority.CERTAIN, Priority.LOOKAHEAD, Priority.WARMUP])
+                assert hierarchy.prefetch(layer, experts, priority=priority) <= len(set(experts))
 
     async def closer(self):
         await self.pause(1)

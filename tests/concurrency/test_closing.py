@@ -113,11 +113,11 @@ def test_a_close_cancelled_again_and_again_still_ends_with_everything_closed():
 def test_a_drain_may_be_cancelled_and_tried_again():
     async def scenario(stage):
         lease = await stage.lease(0, [0, 1])
-        draining = stage.spawn("draining", stage.top.drain())
+        draining = stage.spawn("draining", stage.top.transfers.drain())
         await asyncio.sleep(0)
         draining.cancel()
         await asyncio.wait({draining})
-        await stage.top.drain()
+        await stage.top.transfers.drain()
         assert set(lease.slots) == {0, 1}
         lease.release()
 

@@ -6,8 +6,8 @@ import pytest
 from stage import full, place_of, play, sim_disk, take
 
 from tieredmoe.errors import ExpertLoadError
-from tieredmoe.testing.arena import SimStream
 from tieredmoe.testing.faults import FaultPlan
+from tieredmoe.testing.stream import SimStream
 
 CHAINS = [(1, 1), (1, 4), (2, 2), (3, 1), (4, 1, 3)]
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from stage import place_of, play, queued, sim_disk, take
 
+from tieredmoe.entry import FILLING
 from tieredmoe.errors import ExpertLoadError
-from tieredmoe.residency import FILLING
 from tieredmoe.testing.faults import Fault, FaultPlan
 
 

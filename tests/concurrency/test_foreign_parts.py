@@ -15,7 +15,8 @@ class Meddler:
         self.source = source
         self.meddle = meddle
 
-    def read_into(self, requests):
+    def read_into(self, requests, *, priority):
+        del priority
         return self.meddle(self.source, requests)
 
     def parts(self, key):
@@ -45,7 +46,7 @@ def test_a_source_that_refuses_a_batch_fails_its_experts_and_the_next_acquire_is
         for future in (*lease.futures.values(), *other.futures.values()):
             with pytest.raises(ExpertLoadError, match="no memory to submit with"):
                 await future
-        assert stage.top.failed_fills == 2
+        assert stage.top.fills.n_failed == 2
         await take(stage, 0, [1])
         lease.release()
         other.release()
@@ -98,11 +99,11 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_expert_and_unpins_its_source(l
             slot_nbytes = stage.top.arena.slot_nbytes
 
             @staticmethod
-            def copy_from(source, target, parts):
+            def copy_from(key, source, target, parts):
                 if failing:
                     failing.pop()
                     raise RuntimeError("the device is gone")
-                return copy_from(source, target, parts)
+                return copy_from(key, source, target, parts)
 
         for i in range(stage.top.arena.n_slots):
             stage.top.arena.slot(i).arena = Arena

@@ -168,3 +168,14 @@ def test_a_holder_streams_through_what_others_will_give_back_however_little():
             lease.release()
 
     play(scenario, (2, 8))
+
+
+def test_a_holder_of_everything_cannot_stream_anything_else():
+    async def scenario(stage):
+        lease = await full(stage)
+        async with aclosing(stage.hierarchy.stream(1, [0, 1])) as leases:
+            with pytest.raises(WorkingSetTooLargeError, match="held by tasks"):
+                await anext(leases)
+        lease.release()
+
+    play(scenario, (2, 4))

@@ -22,8 +22,11 @@ import test_failing_reads
 import test_fast_path
 import test_foreign_parts
 import test_holding
+import test_idle
 import test_limits
+import test_prefetching
 import test_races
+import test_resizing
 import test_streams
 import test_timelines
 from hypothesis import Phase, settings
@@ -31,18 +34,22 @@ from hypothesis.stateful import run_state_machine_as_test
 from limit_mutants import MUTANTS_OF_LIMITS
 from mutants import MUTANTS
 from mutation import mutant
+from prefetch_mutants import MUTANTS_OF_PREFETCH
 from stepping import SCENARIOS, cancel_at_every_step, close_at_every_step
 from storm import storm
 
 EVERY_HARNESS = bool(os.environ.get("TIEREDMOE_EVERY_HARNESS"))
 TESTS = Path(__file__).parent.parent
 DIRECTED = (
+    test_prefetching,
     test_races,
     test_failing_reads,
     test_closing,
     test_holding,
     test_streams,
     test_device,
+    test_idle,
+    test_resizing,
     test_foreign_parts,
     test_fast_path,
     test_limits,
@@ -132,7 +139,7 @@ def finding(harness):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("bug", [*MUTANTS, *MUTANTS_OF_LIMITS], ids=str)
+@pytest.mark.parametrize("bug", [*MUTANTS, *MUTANTS_OF_PREFETCH, *MUTANTS_OF_LIMITS], ids=str)
 def test_a_known_bug_is_found(bug, monkeypatch):
     found = {}
     with monkeypatch.context() as patched:

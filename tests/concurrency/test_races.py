@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 from stage import full, place_of, play, queued, sim_disk, take
 
-from tieredmoe.residency import FILLING, READY
+from tieredmoe.entry import FILLING, READY
 from tieredmoe.testing.faults import Fault, FaultPlan
 
 # ---- grant and cancel

@@ -19,6 +19,7 @@ def assert_whole(events, tiers):
     assert not held, f"leases never released: {held}"
     assert not line.filling, f"fills that never ended: {line.filling}"
     assert not +line.copying, f"copies that never ended: {+line.copying}"
+    assert not line.returning, f"copies back that never ended: {line.returning}"
     for tier in tiers:
         resident = {key for name, key in line.resident if name == tier.name}
         assert resident == set(tier.residency.entries), f"{tier.name} holds others than traced"
@@ -35,6 +36,7 @@ class Timeline:
         self.held = {}
         self.filling = set()
         self.copying = Counter()
+        self.returning = set()
         self.resident = set()
         self.evictions = Counter()
         self.hits = self.misses = self.joins = 0
@@ -81,6 +83,10 @@ class Timeline:
 
     # ---- experts
 
+    def on_prefetched(self, where):
+        assert where not in self.filling
+        assert where not in self.resident
+
     def on_filling(self, where):
         assert where not in self.filling
         assert where not in self.resident
@@ -109,3 +115,12 @@ class Timeline:
         assert where in self.resident, "evicted from under its copy"
         self.copying[where] -= 1
         assert self.copying[where] >= 0, "a copy ended that had not begun"
+
+    def on_returning(self, where):
+        assert where not in self.resident
+        self.resident.add(where)
+        self.returning.add(where)
+
+    def on_returned(self, where):
+        assert where in self.resident, "evicted from under its copy back"
+        self.returning.remove(where)

@@ -16,7 +16,9 @@ from tieredmoe.pack.manifest import digest_of
 from tieredmoe.pack.records import in_envelopes, whole_record
 from tieredmoe.policies import make_policy
 from tieredmoe.source import RefusedFill
+from tieredmoe.spec import Priority
 from tieredmoe.testing import FaultySource, SimDisk, SimWorker, host_arena, sim_run
+from tieredmoe.testing.contracts.queueing import QueueingSourceContract
 from tieredmoe.testing.contracts.source import SourceContract
 from tieredmoe.tier import Tier
 
@@ -87,6 +89,10 @@ class OnVirtualTime(SourceContract):
         return sim_run(main)
 
 
+class Queueing(QueueingSourceContract, OnVirtualTime):
+    """On a disk that runs one read at a time."""
+
+
 class TestPackInMemory(SourceContract):
     async def open_source(self, pack, *, broken):
         return PackSource(Records(pack, broken), MemoryBackend([pack.image], alignment=4096))
@@ -107,7 +113,7 @@ class TestPackOnADisk(OnVirtualTime):
         return disk_source(pack, broken)
 
 
-class TestPackOnADiskThatQueues(OnVirtualTime):
+class TestPackOnADiskThatQueues(Queueing):
     async def open_source(self, pack, *, broken):
         return disk_source(pack, broken, queue_depth=1)
 
@@ -143,7 +149,38 @@ class TestVerifiedScatteredRoles(TestVerified):
     records = ScatteredRoles
 
 
-class TestATierOfOneSlot(OnVirtualTime):
+class TestVerifiedThatQueues(Queueing):
+    async def open_source(self, pack, *, broken):
+        records = Records(pack, broken)
+        source = PackSource(records, SimDisk([records.image], queue_depth=1))
+        return VerifiedSource(source, records, mode="always", worker=SimWorker(1e-6))
+
+
+class TestScatteredRolesThatQueue(Queueing):
+    async def open_source(self, pack, *, broken):
+        records = ScatteredRoles(pack, broken)
+        return PackSource(records, SimDisk([records.image], queue_depth=1))
+
+
+class TestATierWithSlotsForSomeThatQueues(Queueing):
+    async def open_source(self, pack, *, broken):
+        return tier(disk_source(pack, broken, queue_depth=1), pack, 3)
+
+
+class TestAChainThatQueues(Queueing):
+    async def open_source(self, pack, *, broken):
+        return tier(tier(disk_source(pack, broken, queue_depth=1), pack, 4), pack, 2)
+
+
+class TestFaultyThatQueues(Queueing):
+    counts_failures = False
+
+    async def open_source(self, pack, *, broken):
+        errors = dict.fromkeys(broken, OSError("injected"))
+        return FaultySource(disk_source(pack, (), queue_depth=1), failure=errors.get)
+
+
+class TestATierOfOneSlot(Queueing):
     async def open_source(self, pack, *, broken):
         return tier(disk_source(pack, broken, queue_depth=1), pack, 1)
 
@@ -185,8 +222,8 @@ class Liar:
     def __init__(self, source):
         self.source = source
 
-    def read_into(self, requests):
-        return self.source.read_into(requests)
+    def read_into(self, requests, *, priority=Priority.DEMAND):
+        return self.source.read_into(requests, priority=priority)
 
     def parts(self, key):
         return self.source.parts(key)
@@ -202,8 +239,9 @@ class Liar:
 class Early(Liar):
     """Says that it is done before it is."""
 
-    def read_into(self, requests):
-        for fill in (fills := [RefusedFill(OSError()) for _ in self.source.read_into(requests)]):
+    def read_into(self, requests, **options):
+        started = self.source.read_into(requests, **options)
+        for fill in (fills := [RefusedFill(OSError()) for _ in started]):
             fill.done.exception()
             fill.done = asyncio.get_running_loop().create_future()
             fill.done.set_result(None)
@@ -211,13 +249,13 @@ class Early(Liar):
 
 
 class Shuffling(Liar):
-    def read_into(self, requests):
-        return self.source.read_into(requests)[::-1]
+    def read_into(self, requests, **options):
+        return self.source.read_into(requests, **options)[::-1]
 
 
 class DropsWhatRuns(Liar):
-    def read_into(self, requests):
-        fills = self.source.read_into(requests)
+    def read_into(self, requests, **options):
+        fills = self.source.read_into(requests, **options)
         return [Dropped(fill) for fill in fills]
 
 
@@ -250,9 +288,9 @@ class ClosesNothing(Liar):
 
 
 class Reopens(Liar):
-    def read_into(self, requests):
+    def read_into(self, requests, **options):
         try:
-            return self.source.read_into(requests)
+            return self.source.read_into(requests, **options)
         except ClosedError:
             return []
 
@@ -275,8 +313,8 @@ class GivesUpTheClose(Liar):
 class FailsAndGoesOn(Liar):
     """A fill fails at once, and its read goes on."""
 
-    def read_into(self, requests):
-        fills = list(self.source.read_into(requests))
+    def read_into(self, requests, **options):
+        fills = list(self.source.read_into(requests, **options))
         for i, (key, slot) in enumerate(requests):
             if key == (1, 3):
                 fills[i] = RefusedFill(OSError("no"))
@@ -286,6 +324,68 @@ class FailsAndGoesOn(Liar):
     @staticmethod
     def _write(slot):
         slot.view[:1] = b"x"
+
+
+class Impatient(Liar):
+    """Takes everything for demand."""
+
+    def read_into(self, requests, *, priority=Priority.DEMAND):
+        del priority
+        return self.source.read_into(requests)
+
+
+class Wrapped:
+    """A fill that passes everything on."""
+
+    def __init__(self, fill):
+        self.fill = fill
+        self.done = fill.done
+
+    def promote(self):
+        self.fill.promote()
+
+    def drop_if_queued(self):
+        return self.fill.drop_if_queued()
+
+
+class Deaf(Liar):
+    """Hears of no promotion."""
+
+    def read_into(self, requests, **options):
+        return [DeafFill(fill) for fill in self.source.read_into(requests, **options)]
+
+
+class DeafFill(Wrapped):
+    def promote(self):
+        pass
+
+
+class DropsNothing(Liar):
+    def read_into(self, requests, **options):
+        return [Stubborn(fill) for fill in self.source.read_into(requests, **options)]
+
+
+class Stubborn(Wrapped):
+    def drop_if_queued(self):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("liar", "promise"),
+    [
+        (Impatient, "demand_goes_before_all_prefetch"),
+        (Deaf, "a_promoted_fill_goes_as_demand"),
+        (DropsNothing, "what_waits_can_be_dropped"),
+    ],
+)
+def test_a_source_that_ignores_who_is_in_a_hurry_is_found_by_its_test(liar, promise):
+    class Lying(Queueing):
+        async def open_source(self, pack, *, broken):
+            return liar(disk_source(pack, broken, queue_depth=1))
+
+    (name,) = [name for name in dir(Lying) if promise in name]
+    with pytest.raises(AssertionError):
+        getattr(Lying(), name)()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from tieredmoe.adapters.chat import Message
 from tieredmoe.adapters.generation import Generation, GenerationReport, Piece
-from tieredmoe.adapters.language_model import LanguageModel, open_model
+from tieredmoe.adapters.language_model import LanguageModel
+from tieredmoe.adapters.memory_plan import MemoryPlan
+from tieredmoe.adapters.opening import open_model
 from tieredmoe.adapters.preflight import check_model
 from tieredmoe.adapters.prompt_cache import PromptCache
 
@@ -10,6 +12,7 @@ __all__ = [
     "Generation",
     "GenerationReport",
     "LanguageModel",
+    "MemoryPlan",
     "Message",
     "Piece",
     "PromptCache",

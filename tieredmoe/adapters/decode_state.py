@@ -3,6 +3,9 @@
 A step never changes a state; it makes the next one from it and commits it when all layers are done.
 A step that fails or is cancelled half-way has therefore done nothing, and may be tried again.
 
+While a sequence decodes on a device its layers lie in a ``DecodeStep``; whoever asks for them gets
+a copy, so that snapshots and further prompts see no difference.
+
 Rejected: caches updated in place (a load error in layer 20 would leave layers 0 to 19 one token
 ahead, and a recurrent state cannot be taken back).
 """
@@ -15,6 +18,8 @@ from tieredmoe.errors import ConfigError, PromptTooLongError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tieredmoe.adapters.decode_step import DecodeStep
 
 
 class LayerState(Protocol):
@@ -38,7 +43,9 @@ class DecodeState(Generic[L]):
         self, layers: Sequence[L], *, n_context: int, n_context_max: int, n_tokens: int = 0
     ) -> None:
         _require_context(n_context, least=max(1, n_tokens), most=n_context_max)
-        self._layers = tuple(layers)
+        # None: they lie in the step, and nobody has asked for them since the last token.
+        self._layers: tuple[L, ...] | None = tuple(layers)
+        self._step: DecodeStep[L] | None = None
         self._n_tokens = n_tokens
         self._n_context = n_context
         self._n_context_max = n_context_max
@@ -56,6 +63,9 @@ class DecodeState(Generic[L]):
     @property
     def layers(self) -> tuple[L, ...]:
         """The layers' states after the committed steps."""
+        if self._layers is None:
+            assert self._step is not None
+            self._layers = self._step.unload(n_context=self._n_context)
         return self._layers
 
     def check_room(self, n_new: int) -> None:
@@ -67,7 +77,29 @@ class DecodeState(Generic[L]):
         """Make ``layers`` the state after a step that added ``n_new`` tokens at ``start``."""
         assert start == self._n_tokens, "two steps ran on one state at the same time"
         self._layers = tuple(layers)
+        self._step = None
         self._n_tokens += n_new
+
+    def sit(self, step: DecodeStep[L]) -> None:
+        """From here on the sequence lies in ``step``, where it has just been loaded."""
+        assert step.n_tokens == self._n_tokens, (step, self)
+        self._layers, self._step = None, step
+
+    def sits_in(self, step: DecodeStep[L]) -> bool:
+        """Whether the sequence lies in ``step``."""
+        return self._step is step
+
+    def stand(self) -> None:
+        """Take the layers out of the step, if they lie in one."""
+        self._layers, self._step = self.layers, None
+
+    def commit_seated(self, *, start: int) -> None:
+        """Count the token that the step has taken at ``start``."""
+        assert start == self._n_tokens, "two steps ran on one state at the same time"
+        assert self._step is not None, self
+        self._n_tokens += 1
+        self._layers = None
+        assert self._step.n_tokens == self._n_tokens, self._step
 
     def copy(self, *, n_context: int | None = None) -> DecodeState[L]:
         """The same sequence in memory of its own; from here on neither sees the other's tokens.
@@ -79,7 +111,7 @@ class DecodeState(Generic[L]):
             n_context = self._n_context
         _require_context(n_context, least=max(1, self._n_tokens), most=self._n_context_max)
         return DecodeState(
-            [layer.copy(n_context=n_context) for layer in self._layers],
+            [layer.copy(n_context=n_context) for layer in self.layers],
             n_context=n_context,
             n_context_max=self._n_context_max,
             n_tokens=self._n_tokens,

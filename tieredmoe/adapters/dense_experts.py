@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from tieredmoe.adapters.routed_experts import run_routed
+from tieredmoe.adapters.stepper import EagerStepper
 from tieredmoe.gguf.experts import find_experts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-    from tieredmoe.adapters.protocol import Portion, Progress
+    from tieredmoe.adapters.decode_step import DecodeStep
+    from tieredmoe.adapters.protocol import Progress
+    from tieredmoe.adapters.routed_experts import Portion
+    from tieredmoe.adapters.routing import Routing
     from tieredmoe.gguf.tensors import TensorSource
+    from tieredmoe.moe.reference import Activation
     from tieredmoe.spec import MoESpec
+
+T = TypeVar("T")
 
 
 class DenseExperts:
@@ -49,8 +57,12 @@ class DenseExperts:
             layer_records = torch.zeros((spec.n_experts, layout.stride), dtype=torch.uint8)
             for role in layout.roles:
                 info = experts.tensors[layer, role.name]
-                slabs = torch.from_numpy(source.read(info.name)).view(spec.n_experts, role.nbytes)
-                layer_records[:, role.offset : role.offset + role.nbytes] = slabs
+                # Gate and up may be halves of one tensor.
+                begin = info.offset - source.tensors[info.name].offset
+                slabs = torch.from_numpy(source.read(info.name)).view(spec.n_experts, -1)
+                layer_records[:, role.offset : role.offset + role.nbytes] = slabs[
+                    :, begin : begin + role.nbytes
+                ]
                 n_done += info.nbytes
                 if progress is not None:
                     progress(n_done, n_total)
@@ -62,12 +74,30 @@ class DenseExperts:
         """Layouts of the records."""
         return self._spec
 
+    @property
+    def records(self) -> Mapping[int, torch.Tensor]:
+        """All records, by layer: uint8 [experts, stride]."""
+        return self._records
+
     def record(self, layer: int, expert: int) -> torch.Tensor:
         """The record of one expert, a view: uint8 [stride]."""
         return self._records[layer][expert]
 
-    def routed(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Ignore the routing: nothing here depends on it."""
+    async def run(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        routing: Routing,
+        activation: Activation,
+        *,
+        meanwhile: Callable[[], T],
+    ) -> tuple[torch.Tensor, T]:
+        """``ExpertProvider.run`` by the reference, on the records' device."""
+        return await run_routed(layer, x, routing, activation, self, meanwhile=meanwhile)
+
+    def stepper(self, step: DecodeStep[Any]) -> EagerStepper:
+        """What runs the tokens of ``step``, segment by segment."""
+        return EagerStepper(step, self)
 
     def executed(self, layer: int, n_pairs: int) -> None:
         """Ignore the audit: no counters are kept."""

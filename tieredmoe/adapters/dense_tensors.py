@@ -5,32 +5,35 @@ in one error. Files of one architecture differ harmlessly: some drop the ``.weig
 matrix may be of any type, leading axes may be merged or not, and tensors may be there that nobody
 needs.
 
-A ``TensorLoader`` brings all of them in one pass over the files when the first is asked for, each
-byte into the place where it stays. Other sources are asked for one tensor at a time.
+All of them come in one pass over the files when the first is asked for, each byte into the place
+where it stays: host memory, the device, or the host's end of the link that a layer streams through.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from gguf import GGMLQuantizationType
 
-from tieredmoe.budget import format_size
-from tieredmoe.errors import BudgetError, MetadataError, UnsupportedModelError
-from tieredmoe.moe.dequant import ALIGNMENT_NBYTES, check_type, dequantise
+from tieredmoe.adapters.dense_memory import device_memory, host_memory
+from tieredmoe.adapters.dense_sizes import EMBEDDING, DenseSizes
+from tieredmoe.adapters.embedding import Embedding
+from tieredmoe.adapters.streamed_layers import StreamedLayers
+from tieredmoe.errors import MetadataError, UnsupportedModelError
+from tieredmoe.moe.dequant import check_type, dequantise
 from tieredmoe.moe.linear import PackedLinear
 from tieredmoe.pack.tensors import TensorLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from tieredmoe.adapters.protocol import Progress
     from tieredmoe.gguf.tensors import TensorInfo, TensorSource
+    from tieredmoe.moe.kernels import LinearWorkspace
+    from tieredmoe.moe.linear import Linear
 
 _SUFFIXES = (".weight", ".bias")
 
@@ -45,12 +48,13 @@ _INTEGERS = MappingProxyType(
 
 
 class DenseTensors:
-    """Tensors of ``source`` by their canonical names, on ``device``; read when asked for.
+    """Tensors of ``source`` by their canonical names, for ``device``; all read at the first asked.
 
     ``floats`` and ``integers`` map the names that will be read to shapes in numpy order, ``others``
-    those that must be there but are read elsewhere. Raises one ``MetadataError`` listing every
-    missing tensor and every wrong shape, else one ``UnsupportedModelError`` listing every tensor
-    of an unusable type.
+    those that must be there but are read elsewhere. The floats named in ``matrices`` are asked for
+    as matrices, all others as values. Matrices of the layers in ``streamed`` are filled in there.
+    Raises one ``MetadataError`` listing every missing tensor and every wrong shape, else one
+    ``UnsupportedModelError`` listing every tensor of an unusable type.
     """
 
     def __init__(
@@ -58,97 +62,107 @@ class DenseTensors:
         source: TensorSource,
         *,
         floats: Mapping[str, tuple[int, ...]],
+        matrices: Collection[str],
         integers: Mapping[str, tuple[int, ...]],
         others: Mapping[str, tuple[int, ...]],
         device: torch.device,
+        streamed: StreamedLayers | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._source = source
         self._device = device
         self._progress = progress
         self._shapes = {**floats, **integers}
+        self._matrices = frozenset(matrices)
         self._found = _find(source, {**self._shapes, **others})
         _check_types(source, [self._found[name] for name in floats], integral=False)
         _check_types(source, [self._found[name] for name in integers], integral=True)
-        self._n_total = sum(self._found[name].nbytes for name in self._shapes)
+        self.streamed = streamed or StreamedLayers.none()
+        self.sizes = DenseSizes.of(
+            self._found, self._shapes, matrices=self._matrices, tables=integers
+        )
         self._n_done = 0
         self._loaded: dict[str, torch.Tensor] | None = None
+        self._workspace: LinearWorkspace | None = None
 
-    def matrix(self, name: str) -> PackedLinear:
-        """A matrix in its quantised bytes."""
+    def matrix(self, name: str) -> Linear:
+        """A matrix in its quantised bytes, where the model computes."""
         n_rows, n_columns = self._shapes[name]
-        return PackedLinear(self._read(name), self._found[name].ggml_type, (n_rows, n_columns))
+        assert name in self._matrices, f"{name} was not declared a matrix"
+        raw = self.streamed.target(name) if name in self.streamed else self._read(name)
+        ggml_type = self._found[name].ggml_type
+        if self._device.type == "cpu":
+            return PackedLinear(raw, ggml_type, (n_rows, n_columns))
+        from tieredmoe.moe.kernels import (  # noqa: PLC0415 (Triton, which hosts may lack)
+            DeviceLinear,
+            LinearWorkspace,
+        )
+
+        if self._workspace is None:
+            self._workspace = LinearWorkspace(self.sizes.n_columns, device=self._device)
+        return DeviceLinear(raw, ggml_type, (n_rows, n_columns), workspace=self._workspace)
+
+    def embedding(self) -> Embedding:
+        """The token embedding, in host memory."""
+        n_rows, n_columns = self._shapes[EMBEDDING]
+        return Embedding(
+            self._read(EMBEDDING),
+            self._found[EMBEDDING].ggml_type,
+            (n_rows, n_columns),
+            device=self._device,
+        )
 
     def values(self, name: str) -> torch.Tensor:
         """A small tensor as float32."""
-        return dequantise(self._read(name), self._found[name].ggml_type, self._shapes[name])
+        assert name not in self._matrices, f"{name} was declared a matrix"
+        values = dequantise(self._read(name), self._found[name].ggml_type, self._shapes[name])
+        return values.to(self._device)
 
     def table(self, name: str) -> torch.Tensor:
         """Integers of any width as int64."""
         raw = self._read(name).view(_INTEGERS[self._found[name].ggml_type])
-        return raw.long().view(*self._shapes[name])
+        return raw.long().view(*self._shapes[name]).to(self._device)
 
     def _read(self, name: str) -> torch.Tensor:
-        info = self._found[name]
-        if isinstance(self._source, TensorLoader):
-            if self._loaded is None:
-                self._loaded = self._load(self._source)
-            return self._loaded[info.name]
-        raw = torch.from_numpy(self._source.read(info.name)).to(self._device)
-        self._report(info.nbytes)
-        return raw
+        """The raw bytes: of a matrix where it stays, of all else on the host."""
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded[name]
 
-    def _load(self, loader: TensorLoader) -> dict[str, torch.Tensor]:
-        infos = {info.name: info for info in (self._found[name] for name in self._shapes)}
-        tensors = _memory_for(list(infos.values()), self._device)
+    def _load(self) -> dict[str, torch.Tensor]:
+        memory = self._memory()
+        for name in self._shapes:
+            if name in self.streamed:
+                memory[name] = self.streamed.source(name)
+        names = {self._found[name].name: name for name in self._shapes}
 
-        def deliver(name: str, start: int, data: memoryview) -> None:
+        def deliver(found: str, start: int, data: memoryview) -> None:
             piece = torch.frombuffer(data, dtype=torch.uint8)
-            tensors[name][start : start + data.nbytes].copy_(piece)
-            self._report(data.nbytes)
+            memory[names[found]][start : start + data.nbytes].copy_(piece)
+            self._n_done += data.nbytes
+            if self._progress is not None:
+                self._progress(self._n_done, self.sizes.file_nbytes)
 
-        loader.load(list(infos), deliver)
-        return tensors
+        if isinstance(self._source, TensorLoader):
+            self._source.load(list(names), deliver)
+        else:
+            for found in names:
+                deliver(found, 0, self._source.read(found).data)
+        return memory
 
-    def _report(self, nbytes: int) -> None:
-        self._n_done += nbytes
-        if self._progress is not None:
-            self._progress(self._n_done, self._n_total)
-
-
-def _memory_for(infos: list[TensorInfo], device: torch.device) -> dict[str, torch.Tensor]:
-    """uint8 tensors of the sizes of ``infos``, their contents undefined.
-
-    On the host they share one mapping of huge pages, each aligned for any type. Raises
-    ``BudgetError`` if the kernel refuses it.
-    """
-    if device.type != "cpu":
-        return {
-            info.name: torch.empty(info.nbytes, dtype=torch.uint8, device=device) for info in infos
+    def _memory(self) -> dict[str, torch.Tensor]:
+        """Memory for all but the streamed tensors: one allocation for each kind that lives on."""
+        kept = {
+            name: self._found[name].nbytes for name in self._shapes if name not in self.streamed
         }
-    starts, end = [], 0
-    for info in infos:
-        starts.append(end)
-        end += -(-info.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-    memory = _host_memory(max(end, 1))
-    return {
-        info.name: memory[start : start + info.nbytes]
-        for info, start in zip(infos, starts, strict=True)
-    }
-
-
-def _host_memory(nbytes: int) -> torch.Tensor:
-    try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, MemoryError, OverflowError, ValueError) as error:
-        raise BudgetError(
-            f"the kernel refused {format_size(nbytes)} of host memory for the dense weights "
-            f"({error}); free some, or raise the limit (ulimit -v, overcommit, container)"
-        ) from error
-    with contextlib.suppress(OSError):  # a kernel without huge pages: slower, still right
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    # The tensor keeps the mapping alive. Pages are touched first by what is copied into them.
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+        if self._device.type == "cpu":
+            return host_memory(kept)
+        resident = self._matrices - {EMBEDDING}
+        return {
+            **device_memory({n: kept[n] for n in kept if n in resident}, device=self._device),
+            **host_memory({EMBEDDING: kept[EMBEDDING]}),
+            **host_memory({n: kept[n] for n in kept if n not in self._matrices}),
+        }
 
 
 def _where(source: TensorSource) -> str:

@@ -81,7 +81,8 @@ class Generation:
     """An async iterable of ``Piece``, to be iterated once; ``ConfigError`` the second time.
 
     Cancelling the iterating task ends it cleanly at the next await: the model's state is dropped,
-    every lease is given back and ``report`` tells how far it came.
+    every lease is given back and ``report`` tells how far it came. Once ended, it holds nothing of
+    the model: its report may outlive the model's memory.
     """
 
     _model: Model[Any]
@@ -124,8 +125,8 @@ class Generation:
     @property
     def report(self) -> GenerationReport:
         """What has been done so far, at any time."""
-        now = (time.perf_counter(), self._stats())
-        start, first, end = (self._marks + [now] * 3)[:3]
+        marks = self._marks if len(self._marks) == 3 else [*self._marks, *[self._now()] * 3]
+        start, first, end = marks[:3]
         return GenerationReport(
             n_prompt_tokens=len(self._prompt),
             n_reused=self._n_reused,
@@ -161,11 +162,13 @@ class Generation:
             if self._decoder is not None and (rest := self._decoder.finish()):
                 yield Piece(rest, None)
         finally:
-            self._mark()
+            while len(self._marks) < 3:
+                self._mark()
             # Given to another model meanwhile, the cache must not hide why this generation ends.
             if self._cache is not None and state.n_tokens and self._cache.belongs_to(self._model):
                 ids = [*self._prompt, *self._generated]
                 self._cache.keep(self._model, ids[: state.n_tokens], state)
+            del self._model, self._experts, self._cache, self._stats
 
     def _begin(self) -> State:
         """The state to go on from: a snapshot of the prompt's beginning, or an empty one."""
@@ -205,5 +208,7 @@ class Generation:
         return None
 
     def _mark(self) -> None:
-        if len(self._marks) < 3:
-            self._marks.append((time.perf_counter(), self._stats()))
+        self._marks.append(self._now())
+
+    def _now(self) -> tuple[float, Stats]:
+        return time.perf_counter(), self._stats()

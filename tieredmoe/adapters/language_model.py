@@ -1,113 +1,33 @@
-"""The high-level API: open a model, generate text.
+"""The high-level API: a model that is open, and what can be asked of it.
 
-``open_model`` puts together what the layers below provide (files, dense weights, tokenizer, tiers);
-an engine that wants other parts uses those directly.
+An engine that wants other parts uses those directly; ``opening`` shows how they go together.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from contextlib import AsyncExitStack
 from operator import index
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
-import torch
 
 from tieredmoe.adapters.generation import Generation
 from tieredmoe.adapters.prompt import require_in_vocabulary, split_prompt
-from tieredmoe.adapters.registry import adapter_for
 from tieredmoe.adapters.sampling import Sampler, sampling_problems
 from tieredmoe.adapters.settings import integer_from, setting_problems
-from tieredmoe.adapters.tiered_experts import TieredExperts
 from tieredmoe.adapters.tokenizer import Tokenizer, require_tokenizer
-from tieredmoe.chain import open_hierarchy
-from tieredmoe.config import BACKENDS, HierarchyConfig
-from tieredmoe.errors import ConfigError, raise_config_problems
-from tieredmoe.gguf import GGUFInventory
-from tieredmoe.pack import open_checkpoint
-from tieredmoe.pack.progress import PackProgress, Reporter, run_in_thread
-from tieredmoe.pack.tensors import TensorLoader
+from tieredmoe.errors import ClosedError, ConfigError, raise_config_problems
+from tieredmoe.hierarchy import Hierarchy
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from tieredmoe.adapters.memory_plan import MemoryPlan
     from tieredmoe.adapters.prompt import Prompt
     from tieredmoe.adapters.prompt_cache import PromptCache
-    from tieredmoe.adapters.protocol import Adapter, Model, Progress
-    from tieredmoe.hierarchy import Hierarchy
-    from tieredmoe.pack import Checkpoint
+    from tieredmoe.adapters.protocol import Adapter, ExpertProvider, Model
     from tieredmoe.stats import Stats
-
-
-async def open_model(
-    source: Checkpoint | GGUFInventory | Path | str,
-    config: HierarchyConfig | None = None,
-    *,
-    adapter: Adapter | None = None,
-    progress: Progress | None = None,
-) -> LanguageModel:
-    """Open a model: dense weights loaded, tiers ready.
-
-    ``source`` is a pack's directory, or a GGUF (a file, any shard, their directory) that runs as it
-    is. Dense weights come through the backend of ``config``, beside which 64 MiB are taken while
-    they load. Close the model with ``await model.close()`` or use it as an async context manager.
-    ``adapter`` replaces the one that the model's architecture has by default, to set what a file
-    does not say (``KimiK3Adapter(latent_eps=1e-5)``).
-    ``progress`` is called in the loop's thread, a few times a second, with (bytes loaded, bytes in
-    all) of the dense weights. Cancelling it returns when nothing runs any more, and like any error
-    (``PackError``, ``GGUFError``, ``UnsupportedModelError``, ``MetadataError``, ``TokenizerError``,
-    ``BudgetError``, ``DirectIOUnavailableError``, ``ReadError``) leaves nothing open.
-    """
-    start_s = time.perf_counter()
-    config = config or HierarchyConfig()
-    if isinstance(source, Path | str | GGUFInventory):
-        source = await asyncio.to_thread(open_checkpoint, source)
-    adapter = _adapter(source, adapter)
-    adapter.check(source)
-    tokenizer = Tokenizer.from_metadata(source.metadata)
-    async with AsyncExitStack() as opened:
-        # The tiers first: whether the budget suffices is known before gigabytes are loaded.
-        hierarchy = await opened.enter_async_context(await open_hierarchy(source, config))
-        # What the tiers could get: a step down is warned of once.
-        found = hierarchy.stats().backend
-        loader = TensorLoader(
-            source,
-            backend=found if found in BACKENDS else config.backend,
-            otherwise=config.backend,
-            allow_buffered=config.allow_buffered,
-            strict=config.strict,
-        )
-        model = await _load(adapter, loader, progress)
-        opened.pop_all()
-    load_s = time.perf_counter() - start_s
-    return LanguageModel(adapter, model, tokenizer, hierarchy, load_s=load_s)
-
-
-def _adapter(source: Checkpoint, wanted: Adapter | None) -> Adapter:
-    found = adapter_for(source.metadata)
-    if wanted is not None and wanted.architecture != found.architecture:
-        raise ConfigError(
-            f"open_model: {source.path} is a {found.architecture!r}, and the adapter given is for "
-            f"{wanted.architecture!r}"
-        )
-    return wanted or found
-
-
-async def _load(adapter: Adapter, loader: TensorLoader, progress: Progress | None) -> Model[Any]:
-    def load(reporter: Reporter) -> Model[Any]:
-        def report(n_done: int, n_total: int) -> None:
-            reporter.report("load", done_nbytes=n_done, total_nbytes=n_total)
-
-        return adapter.load(loader, device=torch.device("cpu"), progress=report)
-
-    def show(done: PackProgress) -> None:
-        if progress is not None:
-            progress(done.done_nbytes, done.total_nbytes)
-
-    return await run_in_thread(load, show)
+    from tieredmoe.threaded import ThreadedHierarchy
 
 
 @attrs.define(eq=False, repr=False)
@@ -115,14 +35,29 @@ class LanguageModel:
     """A model that generates; made by ``open_model``.
 
     Generations may run one after another or side by side: they share the tiers, not their states.
+    ``experts`` is what they get routed experts from; ``held`` is closed with the model, once its
+    hierarchy is.
     """
 
     adapter: Adapter
-    model: Model[Any]
+    _model: Model[Any] | None
     tokenizer: Tokenizer | None
-    hierarchy: Hierarchy
+    hierarchy: Hierarchy | ThreadedHierarchy
+    """the tiers: on the host they live in the loop that opened them, for a GPU on a thread"""
+    plan: MemoryPlan
+    """what was planned before anything was allocated"""
+    _experts: ExpertProvider | None = attrs.field(kw_only=True)
+    _held: AsyncExitStack = attrs.field(kw_only=True, factory=AsyncExitStack)
     load_s: float = attrs.field(kw_only=True)
     """Seconds from the call of ``open_model`` until a prompt could be taken."""
+    _last_stats: Stats | None = attrs.field(init=False, default=None)
+
+    @property
+    def model(self) -> Model[Any]:
+        """What computes; ``ClosedError`` once it was closed."""
+        if self._model is None:
+            raise ClosedError("the model was closed")
+        return self._model
 
     def generate(
         self,
@@ -135,7 +70,7 @@ class LanguageModel:
         seed: int = 0,
         thinking: bool = False,
         effort: str | None = None,
-        chunk_length: int = 512,
+        chunk_length: int | None = None,
         cache: PromptCache | None = None,
     ) -> Generation:
         """An async iterable of ``Piece``: ``async for piece in model.generate("…"): print(piece)``.
@@ -143,8 +78,10 @@ class LanguageModel:
         ``prompt`` is a user's text, a conversation (``Message``, or mappings with role and
         content), or token ids (any integers, a 1-D array too), which are used as they are.
         ``n_context`` bounds prompt and answer together (default: what is needed, up to the model's
-        own). Prefill goes in chunks of ``chunk_length`` tokens. Temperature 0 is greedy. With a
-        ``cache``, a prompt that continues one of its snapshots is prefilled from there on.
+        own). Prefill goes in chunks of ``chunk_length`` tokens (default: what the model was opened
+        for). More of both than it was opened for may make a GPU's expert cache shrink. Temperature
+        0 is greedy. With a ``cache``, a prompt that continues one of its snapshots is prefilled
+        from there on.
         ``thinking`` asks for reasoning before the answer, ``effort`` for how much where the model's
         format can say it (Kimi-K3: low, high, max).
 
@@ -152,7 +89,9 @@ class LanguageModel:
         what is no prompt, ``TokenizerError`` (text for a model without a tokenizer, an id outside
         the vocabulary), ``PromptTooLongError``.
         """
-        config = self.model.config
+        model, config = self.model, self.model.config
+        if chunk_length is None:
+            chunk_length = self.plan.needs.chunk_length
         problems = _length_problems(
             max_new_tokens, chunk_length, n_context, n_context_max=config.context_length
         )
@@ -168,9 +107,10 @@ class LanguageModel:
         decoder = None
         if self.tokenizer is not None:
             decoder = self.adapter.answer_decoder(self.tokenizer, thinking=thinking)
+        assert self._experts is not None, "it goes with the model"
         return Generation(
-            model=self.model,
-            experts=TieredExperts(self.hierarchy),
+            model=model,
+            experts=self._experts,
             stats=self.stats,
             prompt=ids,
             sampler=Sampler(temperature=temperature, top_p=top_p, seed=seed),
@@ -193,15 +133,28 @@ class LanguageModel:
         return self.adapter.encode_chat(tokenizer, messages, thinking=thinking, effort=effort)
 
     def stats(self) -> Stats:
-        """A snapshot of the hierarchy's counters."""
-        return self.hierarchy.stats()
+        """A snapshot of the hierarchy's counters; after the close, the last one."""
+        return self._last_stats or self.hierarchy.stats()
 
     def __repr__(self) -> str:
-        return f"<LanguageModel {self.adapter.architecture}, {self.hierarchy!r}>"
+        where = self.plan.machine.name
+        return f"<LanguageModel {self.adapter.architecture} on {where}, {self.hierarchy!r}>"
 
     async def close(self) -> None:
-        """Drain all I/O and free the memory; generations still running end in ``ClosedError``."""
-        await self.hierarchy.close()
+        """Drain all I/O and free the memory; generations still running end in ``ClosedError``.
+
+        Idempotent. Cancelled, it goes on to its end.
+        """
+        async with self._held:
+            self._model = self._experts = None
+            try:
+                # Once it is closed, a hierarchy on a thread has no more to say.
+                self._last_stats = self.stats()
+            finally:
+                if isinstance(self.hierarchy, Hierarchy):
+                    await self.hierarchy.close()
+                else:
+                    await self.hierarchy.aclose()
 
     async def __aenter__(self) -> Self:
         return self

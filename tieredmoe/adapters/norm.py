@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
 from torch.nn import functional
 
 if TYPE_CHECKING:
@@ -19,10 +20,18 @@ def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return functional.rms_norm(x, x.shape[-1:], eps=eps)
 
 
-def rms_norm(weight: torch.Tensor, eps: float) -> Norm:
+@attrs.frozen(eq=False)
+class RmsNorm:
     """``weight * rms(x)``; the weight is plain, nothing is added to it."""
 
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, eps)
+    weight: torch.Tensor
+    eps: float
 
-    return norm
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Float32 [..., n], ``weight`` being [n]."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rms_norm(weight: torch.Tensor, eps: float) -> RmsNorm:
+    """``weight * rms(x)`` as a function of x."""
+    return RmsNorm(weight, eps)

@@ -1,65 +1,66 @@
 """What an engine needs of a model, and what a model needs of its experts: the seam between them.
 
-A model computes; it never loads, caches or evicts an expert. It asks its ``ExpertProvider`` for the
-experts that its router chose, in any order and in any portions, and lets go of each portion before
-it asks for the next. One provider holds every record in memory (``DenseExperts``), another leases
-them from a hierarchy of tiers; the model cannot tell them apart, and its results do not differ.
+A model computes; it never loads, caches, evicts or executes a routed expert. It hands its input and
+its router's choice to its ``ExpertProvider`` and gets their weighted sum. One provider holds every
+record in memory, another leases them from a hierarchy of tiers, on the host or on a device; the
+model cannot tell them apart, and caches and orders of arrival do not change a bit.
 
 Rejected: handing the model a hierarchy (a model could then hold leases of its own and dead-lock
-itself, and a dense run would need a fake hierarchy), and calling a function per expert (portions
-let a device wait for one copy fence instead of many).
+itself, and a dense run would need a fake hierarchy), and handing it the experts as they land (it
+would have to know where they lie, and what may be computed there at the same time).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
-
-from tieredmoe.moe.reference import Record
 
 if TYPE_CHECKING:
     import torch
 
     from tieredmoe.adapters.chat import Message
+    from tieredmoe.adapters.decode_step import DecodeStep, Stepper
+    from tieredmoe.adapters.model_needs import ModelNeeds
+    from tieredmoe.adapters.routing import Routing
+    from tieredmoe.adapters.streamed_layers import StreamedLayers
     from tieredmoe.adapters.tokenizer import Tokenizer
     from tieredmoe.gguf.tensors import TensorSource
-    from tieredmoe.spec import MoESpec
-
-Portion = Iterable[tuple[int, Record]]
-"""Experts that are there now, with their records; usable until the iteration goes on."""
+    from tieredmoe.moe.activation import FusedActivation
 
 LogitRows = Literal["all", "last", "none"]
 """Which positions of a chunk get logits."""
+
+T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all); the first only grows, and ends equal to the second."""
 
 
 class ExpertProvider(Protocol):
-    """Where routed experts come from."""
+    """Where routed experts come from, and where they run."""
 
-    @property
-    def spec(self) -> MoESpec:
-        """Layouts of the records that ``stream`` hands out."""
+    async def run(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        routing: Routing,
+        activation: FusedActivation,
+        *,
+        meanwhile: Callable[[], T],
+    ) -> tuple[torch.Tensor, T]:
+        """The weighted sum of the outputs of the experts that a router chose, and ``meanwhile``'s.
 
-    def routed(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """A router has chosen: ``ids`` int64 [T, k] and ``weights`` float32 [T, k], routing order.
+        ``x`` is float32 [T, H], ``routing`` of T tokens; the sum is float32 [T, H], and may be
+        overwritten by the next call. Every expert chosen is executed once for all its tokens, in
+        whatever order they come; the order changes no bit. ``meanwhile`` is called once, while
+        experts or their ids are on their way.
 
-        Called once per layer of a step, before ``stream``. For traces and prediction; the tensors
-        are only to be read.
+        Raises ``ExpertLoadError`` for an expert that cannot be had. Then, or cancelled, everything
+        lent has been given back and nothing is booked as executed.
         """
 
-    def executed(self, layer: int, n_pairs: int) -> None:
-        """``n_pairs`` (token, expert) pairs of ``layer`` have been computed: the audit of top-k."""
-
-    def stream(self, layer: int, experts: Sequence[int]) -> AsyncGenerator[Portion, None]:
-        """Yield portions that together hold each of ``experts`` (distinct) exactly once.
-
-        Transfers may begin at the call, so it pays to compute something before iterating. A portion
-        is given back when the iteration goes on or the generator is closed: whoever stops early
-        calls ``aclose`` (``contextlib.aclosing``). Raises ``ExpertLoadError`` for an expert that
-        cannot be had.
-        """
+    def stepper(self, step: DecodeStep[Any]) -> Stepper:
+        """What runs the tokens of ``step`` with these experts; worth keeping as long as both."""
 
 
 class State(Protocol):
@@ -146,11 +147,27 @@ class Adapter(Protocol):
     def check(self, source: TensorSource) -> None:
         """Raise what ``load`` would raise of ``source``, without reading a weight."""
 
+    def needs(
+        self, source: TensorSource, *, n_context: int | None, chunk_length: int
+    ) -> ModelNeeds:
+        """The memory that the model of ``source`` takes beside its experts; reads no weight.
+
+        It is that of one sequence of ``n_context`` tokens (None: ``planned_context``), prefilled
+        ``chunk_length`` at a time. Raises what ``load`` would raise of ``source``, and
+        ``ConfigError`` for a context that the model was not made for.
+        """
+
     def load(
-        self, source: TensorSource, *, device: torch.device, progress: Progress | None = None
+        self,
+        source: TensorSource,
+        *,
+        device: torch.device,
+        streamed: StreamedLayers | None = None,
+        progress: Progress | None = None,
     ) -> Model[Any]:
         """Read the dense weights of ``source`` onto ``device``; routed experts are left alone.
 
+        The matrices of the layers in ``streamed`` go there, and stay the caller's to close.
         Raises ``MetadataError`` listing everything that is missing or contradictory (keys, tensors,
         shapes) before the first weight is read, and ``UnsupportedModelError`` for tensor types that
         cannot be used.

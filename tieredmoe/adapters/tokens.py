@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     import torch
 
 
-def require_step_tokens(tokens: torch.Tensor, n_vocab: int) -> None:
-    """Raise ``TokenizerError`` that names an id outside a vocabulary of ``n_vocab``.
+def require_step_tokens(tokens: torch.Tensor, n_vocab: int) -> list[int]:
+    """The ids in ``tokens``, int64 [T], T ≥ 1, of one sequence.
 
-    ``tokens`` are int64 [T], T ≥ 1, of one sequence.
+    Raises ``TokenizerError`` that names an id outside a vocabulary of ``n_vocab``.
     """
     assert tokens.dim() == 1, "tokens are ids of one sequence, int64 [T]"
     assert tokens.shape[0] > 0, "a step needs a token"
-    lowest, highest = int(tokens.min()), int(tokens.max())
+    ids = tokens.tolist()  # a token alone, the usual case, costs less so than two reductions
+    lowest, highest = min(ids), max(ids)
     if lowest < 0 or highest >= n_vocab:
         odd = lowest if lowest < 0 else highest
         raise TokenizerError(f"token id {odd} is outside the model's vocabulary of {n_vocab}")
+    return ids

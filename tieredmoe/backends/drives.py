@@ -202,6 +202,8 @@ def summed(stats: Sequence[ReadStats]) -> ReadStats:
         in_flight=sum(each.in_flight for each in stats),
         queued=sum(each.queued for each in stats),
         submit_ns_max=max(each.submit_ns_max for each in stats),
+        demand_delay_s=sum(each.demand_delay_s for each in stats),
+        ahead_s=sum(each.ahead_s for each in stats),
     )
 
 

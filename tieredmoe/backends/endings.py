@@ -48,6 +48,8 @@ class ReadCounters:
             in_flight=lanes.n_in_flight,
             queued=lanes.n_queued,
             submit_ns_max=submit_ns_max,
+            demand_delay_s=lanes.demand_delay_s,
+            ahead_s=lanes.ahead_s,
         )
 
 

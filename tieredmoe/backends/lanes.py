@@ -43,6 +43,16 @@ class Lanes:
         """The bytes of those."""
         return sum(lane.in_flight_nbytes for lane in self._lanes)
 
+    @property
+    def demand_delay_s(self) -> float:
+        """For how long prefetch was in the way of demand, over all devices."""
+        return sum(lane.demand_delay_s for lane in self._lanes)
+
+    @property
+    def ahead_s(self) -> float:
+        """For how long prefetch had a device to itself, over all devices."""
+        return sum(lane.ahead_s for lane in self._lanes)
+
     def put(self, reads: Iterable[Read], priority: Priority) -> None:
         """Let ``reads`` wait, in this order."""
         for read in reads:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from tieredmoe.backends.file_locks import lock_shared
 from tieredmoe.backends.kernel import Kernel
 from tieredmoe.backends.probe import open_buffered, open_direct
 from tieredmoe.backends.protocol import BackendInfo, Fallback, ReadBackend
@@ -24,7 +25,12 @@ from tieredmoe.backends.ring import N_ENTRIES
 from tieredmoe.backends.ringprobe import open_ring, prove_ring
 from tieredmoe.backends.threads import ThreadsBackend
 from tieredmoe.backends.uring import UringBackend
-from tieredmoe.errors import BackendUnavailableError, ConfigError, DirectIOUnavailableError
+from tieredmoe.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    DirectIOUnavailableError,
+    GGUFError,
+)
 from tieredmoe.spec import PAGE_NBYTES
 
 if TYPE_CHECKING:
@@ -98,7 +104,8 @@ def open_backend(
     ``window_nbytes`` are in flight per device (default: half of what its queue takes).
 
     Raises ``BackendUnavailableError`` or ``DirectIOUnavailableError`` for what cannot be had,
-    ``ReadError`` for a file that cannot be read, ``ConfigError`` for a wrong argument; no file
+    ``GGUFError`` for a model that is being given up for a pack, ``ReadError`` for a file that
+    cannot be read, ``ConfigError`` for a wrong argument; no file
     stays open then.
     """
     wish = _Wish(
@@ -201,9 +208,10 @@ _OPENERS: MappingProxyType[str, Callable[[_Wish], ReadBackend]] = MappingProxyTy
 def _opened(
     wish: _Wish, open_file: Callable[[Path, Kernel], DataFile], undo: ExitStack
 ) -> list[DataFile]:
-    """Every file open; ``undo`` closes them."""
+    """Every file open, and locked against being given up; ``undo`` closes them."""
     files: list[DataFile] = []
     for path in wish.paths:
         files.append(open_file(path, wish.kernel))
         undo.callback(files[-1].close)
+        lock_shared(files[-1].fd, path, GGUFError)
     return files

@@ -68,7 +68,9 @@ class ReadStats:
     """A snapshot of a backend's counters. ``errors`` counts by ``ReadError.kind``.
 
     ``submit_ns_max`` is the longest that a submission kept the loop from running, the wait for the
-    interpreter's lock included; 0 where submitting never enters the kernel.
+    interpreter's lock included; 0 where submitting never enters the kernel. ``demand_delay_s`` is
+    the time in which reads of prefetch were in flight that demand had found in front of it,
+    ``ahead_s`` that in which nothing but prefetch was in flight.
     """
 
     reads: int
@@ -79,6 +81,8 @@ class ReadStats:
     in_flight: int
     queued: int
     submit_ns_max: int = 0
+    demand_delay_s: float = 0.0
+    ahead_s: float = 0.0
 
 
 class ReadBackend(Protocol):
@@ -97,7 +101,8 @@ class ReadBackend(Protocol):
         """Start all reads of ``batch`` in order; returns at once with one future per read.
 
         Reads that cannot start yet wait: the more urgent first, first come, first served among
-        equals. While demand waits for a device, no prefetch of that device starts.
+        equals. While demand waits for a device, or keeps it busy, no prefetch of that device
+        starts.
 
         A future resolves when all its bytes are in place, or fails with ``ReadError`` when no more
         byte will be written. Cancelling a future does not stop its read. Raises ``ClosedError``

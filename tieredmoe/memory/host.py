@@ -13,33 +13,15 @@ from typing import TYPE_CHECKING, cast
 import attrs
 
 from tieredmoe.budget import format_size
+from tieredmoe.memory.fences import PASSED
 from tieredmoe.spec import PAGE_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tieredmoe.memory.pages import HostRegion
     from tieredmoe.memory.protocol import Fence, HostSlot, Part, Slot
-
-
-class PassedFence:
-    """A fence with nothing before it: it has always passed."""
-
-    __slots__ = ()
-
-    def passed(self) -> bool:
-        """Return True."""
-        return True
-
-    def on_passed(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at once."""
-        callback()
-
-    def wait_on(self, stream: object) -> None:
-        """Order nothing: there is no work to wait for."""
-
-
-PASSED = PassedFence()
+    from tieredmoe.spec import ExpertKey
 
 
 @attrs.define(eq=False)
@@ -58,7 +40,7 @@ class HostArenaSlot:
 class HostArena:
     """``n_slots`` equal slots, end to end in one region of host memory."""
 
-    __slots__ = ("_region", "_slots", "slot_nbytes")
+    __slots__ = ("_n_backed", "_region", "_slots", "slot_nbytes")
 
     slot_nbytes: int
 
@@ -71,6 +53,7 @@ class HostArena:
         assert region.nbytes >= n_slots * slot_nbytes
         self.slot_nbytes = slot_nbytes
         self._region: HostRegion | None = region
+        self._n_backed = n_slots
         self._slots = tuple(
             HostArenaSlot(
                 arena=self,
@@ -93,27 +76,53 @@ class HostArena:
         assert 0 <= slot_index < len(self._slots)
         return self._slots[slot_index]
 
-    def copy_from(self, source: Slot, target: Slot, parts: Sequence[Part]) -> Fence:
+    def copy_from(self, key: ExpertKey, source: Slot, target: Slot, parts: Sequence[Part]) -> Fence:
         """Copy ``parts`` of the host slot ``source`` into our ``target``; done on return.
 
         Drops the GIL for each part, so other threads run while memory moves. ``source`` may be
         rewritten as soon as this returns.
         """
+        del key  # of no matter to bytes
         assert self._region is not None, "copy into a closed arena"
         ours = self._slots[target.slot_index]
         assert ours is target, "copy into another arena's slot"
-        theirs = cast("HostSlot", source)  # what the protocol asks of every source
-        for part in parts:
-            assert part.nbytes >= 0
-            assert 0 <= part.source_offset <= theirs.nbytes - part.nbytes
-            assert 0 <= part.target_offset <= ours.nbytes - part.nbytes
-            ctypes.memmove(
-                ours.address + part.target_offset,
-                theirs.address + part.source_offset,
-                part.nbytes,
-            )
-        ours.ready = PASSED
+        # Host slots are what the protocol asks of every source.
+        _copy(cast("HostSlot", source), ours, parts)
         return PASSED
+
+    @property
+    def copies_out(self) -> bool:
+        """True: a copy is the same in both directions."""
+        return True
+
+    def copy_out(self, source: Slot, target: Slot, parts: Sequence[Part]) -> Fence:
+        """Copy ``parts`` of our ``source`` into ``target``; done on return, as ``copy_from``."""
+        assert self._region is not None, "copy out of a closed arena"
+        ours = self._slots[source.slot_index]
+        assert ours is source, "copy out of another arena's slot"
+        _copy(ours, cast("HostSlot", target), parts)
+        return PASSED
+
+    def fence(self, stream: object) -> Fence:
+        """Return a fence that has passed: what the host does is done when it returns."""
+        del stream
+        return PASSED
+
+    def resize(self, n_slots: int) -> None:
+        """Keep memory for the first ``n_slots`` slots, and give back that of the others.
+
+        Nobody may use those others; growing back, they hold zeros. Raises ``BudgetError``, with
+        nothing changed, if the kernel has not that much. Memory that a device has registered stays.
+        """
+        assert self._region is not None, "resizing a closed arena"
+        assert 0 < n_slots <= len(self._slots)
+        before, self._n_backed = self._n_backed, min(n_slots, self._n_backed)
+        nbytes = n_slots * self.slot_nbytes
+        if n_slots > before:
+            self._region.take_again(before * self.slot_nbytes, nbytes)
+        elif n_slots < before:
+            self._region.give_back(nbytes)
+        self._n_backed = n_slots
 
     def close(self) -> None:
         """Release every view of the region; idempotent. The pool gives the memory back.
@@ -130,3 +139,15 @@ class HostArena:
     def __repr__(self) -> str:
         state = " closed" if self._region is None else ""
         return f"<HostArena{state} {len(self._slots)} slots of {format_size(self.slot_nbytes)}>"
+
+
+def _copy(source: HostSlot, target: HostSlot, parts: Sequence[Part]) -> None:
+    assert source.ready.passed(), "a device still writes what the host is to copy"
+    for part in parts:
+        assert part.nbytes >= 0
+        assert 0 <= part.source_offset <= source.nbytes - part.nbytes
+        assert 0 <= part.target_offset <= target.nbytes - part.nbytes
+        ctypes.memmove(
+            target.address + part.target_offset, source.address + part.source_offset, part.nbytes
+        )
+    target.ready = PASSED

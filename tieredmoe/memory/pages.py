@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 HUGE_PAGE_NBYTES = 2 << 20
 
+MADV_DONTNEED = 4
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_COLLAPSE = 25  # Linux 6.1
@@ -42,26 +43,58 @@ MADV_COLLAPSE = 25  # Linux 6.1
 
 @attrs.frozen(eq=False)
 class HostRegion:
-    """A run of the pool's bytes: a writable view and the address where it starts."""
+    """A run of bytes: a writable view, the address where it starts, the pool it is of, if any."""
 
     view: memoryview
     address: int
+    pool: HostPool | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the region."""
         return self.view.nbytes
 
+    def give_back(self, start: int) -> None:
+        """Give the pages from byte ``start`` (a multiple of 4096) on back to the kernel.
+
+        They are zero when touched again. What a device has registered stays: the device would go on
+        reading the old pages.
+        """
+        if self.pool is None or not self.pool.registered:
+            kernel_madvise(self.address + start, self.nbytes - start, MADV_DONTNEED)
+
+    def take_again(self, start: int, end: int) -> None:
+        """Have pages for the bytes from ``start`` to ``end`` again.
+
+        Raises ``BudgetError`` if the kernel does not give them; one that is too old to be asked
+        (before Linux 5.14) gives them when they are touched.
+        """
+        try:
+            kernel_madvise(self.address + start, end - start, MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.ENOSYS}:
+                raise _no_memory(end - start, error) from error
+
 
 class HostPool:
     """Private anonymous memory, 2 MiB aligned and resident from ``allocate`` to ``close``."""
 
-    __slots__ = ("_carved_nbytes", "_mapping", "_view", "address", "huge_share", "nbytes")
+    __slots__ = (
+        "_carved_nbytes",
+        "_mapping",
+        "_view",
+        "address",
+        "huge_share",
+        "nbytes",
+        "registered",
+    )
 
     address: int
     nbytes: int
     huge_share: float | None
     """Share of the pool that the kernel backs by huge pages; None where it does not say."""
+    registered: bool
+    """Whether its pages are, or are to be, known to a device."""
 
     def __init__(self, mapping: mmap.mmap, *, start: int, nbytes: int) -> None:
         """Take ``nbytes`` of ``mapping`` from byte ``start`` on; ``allocate`` is the way in."""
@@ -71,6 +104,7 @@ class HostPool:
         self.address = _address_of(mapping) + start
         self.nbytes = nbytes
         self.huge_share = None
+        self.registered = False
 
     @classmethod
     def allocate(cls, nbytes: int, *, madvise: Madvise | None = None) -> HostPool:
@@ -117,7 +151,13 @@ class HostPool:
             )
         start = self._carved_nbytes
         self._carved_nbytes += nbytes
-        return HostRegion(self._view[start : start + nbytes], self.address + start)
+        return HostRegion(self._view[start : start + nbytes], self.address + start, self)
+
+    def whole(self) -> HostRegion:
+        """All of the pool, carved or not, for whoever registers it; a view like any other."""
+        assert self._mapping is not None, "the whole of a closed pool"
+        self.registered = True
+        return HostRegion(self._view[:], self.address, self)
 
     def close(self) -> None:
         """Give the memory back; idempotent. The caller has drained all reads and copies before.

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tieredmoe.spec import ExpertKey
+
 
 class Part(NamedTuple):
     """A run of bytes to copy from one slot to another: both offsets count from the slot's start."""
@@ -32,6 +34,9 @@ class Fence(Protocol):
 
     def wait_on(self, stream: object) -> None:
         """Order all later work of ``stream`` after this fence. Never blocks the host."""
+
+    def covers(self, other: Fence) -> bool:
+        """Whether it is certain that ``other`` has passed once this one has."""
 
 
 class Slot(Protocol):
@@ -59,7 +64,7 @@ class Arena(Protocol):
 
     @property
     def n_slots(self) -> int:
-        """How many slots there are."""
+        """How many slots there are, those without memory included."""
 
     @property
     def slot_nbytes(self) -> int:
@@ -68,11 +73,39 @@ class Arena(Protocol):
     def slot(self, slot_index: int) -> Slot:
         """The slot of that number; always the same object."""
 
-    def copy_from(self, source: Slot, target: Slot, parts: Sequence[Part]) -> Fence:
+    def copy_from(self, key: ExpertKey, source: Slot, target: Slot, parts: Sequence[Part]) -> Fence:
         """Enqueue a copy of ``parts`` of ``source`` (a host slot) into ``target`` (ours).
 
-        The copy is ordered after ``target.idle``; ``target.ready`` is set to the returned fence.
-        ``source`` must not be rewritten before that fence has passed.
+        They are the bytes of ``key``, which nobody uses in another slot of ours. The copy is
+        ordered after ``source.ready`` and after ``target.idle`` as it is now, of which nothing is
+        left; ``target.ready`` is set to the returned fence. ``source`` must not be rewritten before
+        that fence has passed.
+        """
+
+    @property
+    def copies_out(self) -> bool:
+        """Whether ``copy_out`` can be had without the host waiting for it."""
+
+    def copy_out(self, source: Slot, target: Slot, parts: Sequence[Part]) -> Fence:
+        """Enqueue a copy of ``parts`` of our ``source`` into ``target``, a host slot of another.
+
+        The copy is ordered after ``source.ready``, and ``source.idle`` waits for it; ``target``,
+        which nobody else uses, must not be rewritten before the returned fence, which is also
+        ``target.ready``, has passed. Copies out run beside copies in.
+        """
+
+    def fence(self, stream: object) -> Fence:
+        """A fence after all that has been enqueued on a device's ``stream``; in any thread.
+
+        Never raises: what would run after a broken device has passed.
+        """
+
+    def resize(self, n_slots: int) -> None:
+        """Keep memory for the first ``n_slots`` slots (at least 1), and give back the others'.
+
+        Nobody uses those others, and nothing on a device reads them; growing back, they have
+        undefined bytes. Raises ``BudgetError``, with nothing changed, if memory for more is short;
+        giving back does not fail.
         """
 
     def close(self) -> None:

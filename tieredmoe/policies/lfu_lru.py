@@ -7,9 +7,10 @@ the least recent use. Its known weakness follows: experts of a topic long past k
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from tieredmoe.policies.order import CLASS_SHIFT, VictimOrder
+from tieredmoe.policies.order import CLASS_SHIFT, Group, VictimOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,13 +33,14 @@ class LfuLruPolicy:
     def __init__(self, *, n_slots: int, layers: Sequence[int], top_k: int) -> None:
         del n_slots, layers, top_k
         self._clock = 0
-        order = self._order = VictimOrder(n_classes=COUNT_MAX + 1)
+        group = Group(n_classes=COUNT_MAX + 1)
+        order = self._order = VictimOrder(lambda _: group)
         # Bound, not wrapped: a hit calls these for each of its keys.
         self.admit = order.admit
         self.hold = order.hold
         self.release = order.release
         self.forget = order.forget
-        self.victim = order.victim
+        self.victim = partial(order.victim, group)
 
     def step(self, layer: int, keys: Sequence[ExpertKey]) -> None:
         """Each of ``keys`` is used once more, the last of them most recently."""
@@ -53,3 +55,7 @@ class LfuLruPolicy:
                 uses += 1
             node.rank = uses << CLASS_SHIFT | stamp
         self._clock = stamp
+
+    def resize(self, n_slots: int) -> None:
+        """The order of victims does not depend on how many slots there are."""
+        del n_slots

@@ -6,9 +6,10 @@ expert whose layer comes next: the hit rate is then not low but zero.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from tieredmoe.policies.order import VictimOrder
+from tieredmoe.policies.order import Group, VictimOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,13 +30,14 @@ class LRUPolicy:
     def __init__(self, *, n_slots: int, layers: Sequence[int], top_k: int) -> None:
         del n_slots, layers, top_k
         self._clock = 0
-        order = self._order = VictimOrder(n_classes=1)
+        group = Group(n_classes=1)
+        order = self._order = VictimOrder(lambda _: group)
         # Bound, not wrapped: a hit calls these for each of its keys.
         self.admit = order.admit
         self.hold = order.hold
         self.release = order.release
         self.forget = order.forget
-        self.victim = order.victim
+        self.victim = partial(order.victim, group)
 
     def step(self, layer: int, keys: Sequence[ExpertKey]) -> None:
         """All ``keys`` are used now, the last of them most recently."""
@@ -47,3 +49,7 @@ class LRUPolicy:
             node = ranked.get(key) or self._order.see(key)
             node.rank = stamp
         self._clock = stamp
+
+    def resize(self, n_slots: int) -> None:
+        """The order of victims does not depend on how many slots there are."""
+        del n_slots

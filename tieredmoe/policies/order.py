@@ -1,19 +1,25 @@
 """The order of victims, shared by the policies whose ranks only grow.
 
 A policy ranks keys by integers and changes a key's rank only by raising it, when the key is used:
-recency does that, and so does (count, recency). ``VictimOrder`` keeps the evictable keys such that
-the lowest rank is at hand. It gets that almost for free from how ranks arise: within one *class*
-(the rank's high bits: a use count, say) keys are mostly released in the order in which they were
-ranked, so each class is a linked list that grows at its end. A key released out of that order
-(leases that overlap) goes into one list kept sorted by bisection.
+recency does that, and so do (count, recency) and a decayed count written against a fixed origin of
+time. ``VictimOrder`` keeps the evictable keys such that the lowest rank is at hand. It gets that
+almost for free from how ranks arise: within one *class* (the rank's high bits: a use count, say)
+keys are mostly released in the order in which they were ranked, so each class is a linked list that
+grows at its end. A key released out of that order (leases that overlap) goes into one list kept
+sorted by bisection.
+
+Keys fall into one or several *groups* (layers, say), each with its own order. Cold keys have one
+list for all groups. Where classes grow for ever, as decayed counts do, a group keeps a window of
+them that its policy moves on (``Group.advance``); what falls out of it is one class, in order.
 
 The order is that of ranks, hence of ``step`` calls, never that of releases: which expert is evicted
 does not depend on the order in which transfers land or overlapping leases end.
 
 Rejected: one heap with stale entries left in it (its cleaning stalls a hit now and then, or it
-grows without end); plain dicts as queues (taking from the front of a dict walks over the entries
-deleted there); ``OrderedDict`` (eight hashes of a key per use where nodes need three, twice the
-time); asking candidates whether they are pinned (with all but one slot pinned that is a scan).
+grows without end); a table of classes with those that run empty left in it (the first victim after
+a pause walks over them); plain dicts as queues (taking from the front of a dict walks over the
+entries deleted there); ``OrderedDict`` (eight hashes of a key per use where nodes need three, twice
+the time); asking candidates whether they are pinned (with all but one slot pinned that is a scan).
 """
 
 from __future__ import annotations
@@ -22,6 +28,8 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tieredmoe.spec import ExpertKey
 
 CLASS_SHIFT = 48
@@ -32,23 +40,99 @@ class Ranked:
     """What is known of one key. Its policy raises ``rank``; all else is its ``VictimOrder``'s.
 
     ``placed`` is the rank under which it stands in the order while it is ``evictable``. A node that
-    is in no linked list is its own neighbour.
+    is in no linked list is its own neighbour. ``uses`` and ``weight`` are for its policy to keep.
     """
 
-    __slots__ = ("after", "before", "evictable", "has_slot", "key", "placed", "rank")
+    __slots__ = (
+        "after",
+        "before",
+        "evictable",
+        "group",
+        "has_slot",
+        "key",
+        "placed",
+        "rank",
+        "uses",
+        "weight",
+    )
 
-    def __init__(self, key: ExpertKey | None) -> None:
+    def __init__(self, key: ExpertKey, group: Group) -> None:
         self.key = key
+        self.group = group
         self.rank = 0
+        self.uses: float = 0
+        self.weight = 0
         self.placed = 0
         self.has_slot = False
         self.evictable = False
-        self.before = self
-        self.after = self
+        self.before: Ranked | _Ring = self
+        self.after: Ranked | _Ring = self
+
+
+class _Ring:
+    """A linked list of nodes, closed to a ring by itself."""
+
+    __slots__ = ("after", "before")
+
+    def __init__(self) -> None:
+        self.before: Ranked | _Ring = self
+        self.after: Ranked | _Ring = self
+
+    def take(self, other: _Ring) -> None:
+        """Append the nodes of ``other``, which keeps none."""
+        first, last = other.after, other.before
+        if first is not other:
+            self.before.after = first
+            first.before = self.before
+            last.after = self
+            self.before = last
+            other.before = other.after = other
+
+
+class Group:
+    """Keys with an order of their own: ``n_classes`` lists from class ``base`` on, and late ones.
+
+    The first list holds all classes up to ``base``.
+    """
+
+    __slots__ = ("base", "late", "occupied", "rings")
+
+    def __init__(self, *, n_classes: int) -> None:
+        self.rings = [_Ring() for _ in range(n_classes)]
+        self.base = 0
+        self.occupied = 0  # bit i is set while ring i has keys, and until found empty
+        self.late: list[tuple[int, ExpertKey, Ranked]] = []
+
+    def advance(self, base: int) -> None:
+        """Tell classes apart from ``base`` on; O(classes that have keys and are merged).
+
+        The classes of ranks must stay below ``base`` plus the number of classes.
+        """
+        assert base >= self.base, "time does not run backwards"
+        lowest, *others = self.rings
+        n = min(base - self.base, len(others))
+        merged = self.occupied & (2 << n) - 2
+        while merged:
+            lowest.take(self.rings[(merged & -merged).bit_length() - 1])
+            merged &= merged - 1
+        self.rings = [lowest, *others[n:], *others[:n]]
+        self.occupied = self.occupied >> n & ~1 | (lowest.after is not lowest)
+        self.base = base
+
+    def front(self) -> Ranked | None:
+        """The node of the lowest placed rank, cold ones left out."""
+        late = self.late
+        while self.occupied:
+            lowest = (self.occupied & -self.occupied).bit_length() - 1
+            first = self.rings[lowest].after
+            if isinstance(first, Ranked):
+                return late[0][2] if late and late[0] < (first.placed, first.key) else first
+            self.occupied &= self.occupied - 1
+        return late[0][2] if late else None
 
 
 class VictimOrder:
-    """Evictable keys by rank, cold ones before all others, the oldest cold one first.
+    """Evictable keys by group and rank, cold ones before all others, the oldest cold one first.
 
     ``ranked`` holds every key ever seen; its policy adds keys (``see``) and raises their ranks, at
     any time, also of evictable keys: the order finds that out when the key comes to the front.
@@ -57,21 +141,18 @@ class VictimOrder:
     rank order.
     """
 
-    __slots__ = ("_classes", "_cold", "_late", "_occupied", "ranked")
+    __slots__ = ("_cold", "_group_of", "ranked")
 
-    def __init__(self, *, n_classes: int) -> None:
+    def __init__(self, group_of: Callable[[ExpertKey], Group]) -> None:
         self.ranked: dict[ExpertKey, Ranked] = {}
-        # Each list is a ring closed by a node without a key.
-        self._cold = Ranked(None)
-        self._classes = [Ranked(None) for _ in range(n_classes)]
-        self._occupied = 0  # bit c is set while class c has keys, and until found empty
-        self._late: list[tuple[int, ExpertKey]] = []
+        self._group_of = group_of
+        self._cold = _Ring()
 
     def see(self, key: ExpertKey) -> Ranked:
         """The node of ``key``, made if the key is new."""
         node = self.ranked.get(key)
         if node is None:
-            node = self.ranked[key] = Ranked(key)
+            node = self.ranked[key] = Ranked(key, self._group_of(key))
         return node
 
     def admit(self, key: ExpertKey) -> None:
@@ -87,7 +168,8 @@ class VictimOrder:
         node.evictable = False
         before = node.before
         if before is node:
-            del self._late[bisect_left(self._late, (node.placed, key))]
+            late = node.group.late
+            del late[bisect_left(late, (node.placed, key, node))]
         else:
             after = node.after
             before.after = after
@@ -101,14 +183,21 @@ class VictimOrder:
         assert not node.evictable, f"{key} is not held"
         node.evictable = True
         rank = node.placed = node.rank
-        end = self._cold if cold else self._classes[rank >> CLASS_SHIFT]
-        last = end.before
-        if last is end:
-            if not cold:
-                self._occupied |= 1 << (rank >> CLASS_SHIFT)
-        elif not cold and last.placed >= rank:
-            insort(self._late, (rank, key))
-            return
+        if cold:
+            end = self._cold
+            last = end.before
+        else:
+            group = node.group
+            i = (rank >> CLASS_SHIFT) - group.base
+            if i < 0:  # noqa: PLR1730 (a call for each hit, and seldom needed)
+                i = 0
+            end = group.rings[i]
+            last = end.before
+            if last is end:
+                group.occupied |= 1 << i
+            elif last.placed >= rank:  # type: ignore[union-attr]  # not the end, so a node
+                insort(group.late, (rank, key, node))
+                return
         node.before = last
         node.after = end
         last.after = end.before = node
@@ -121,11 +210,10 @@ class VictimOrder:
             self.hold(key)
         node.has_slot = False
 
-    def victim(self) -> ExpertKey | None:
-        """The evictable key to go next; None if every key is held."""
-        while (node := self._front()) is not None:
+    def victim(self, group: Group) -> ExpertKey | None:
+        """The cold key or else the key of ``group`` to go next; None if all of those are held."""
+        while (node := self._front(group)) is not None:
             key = node.key
-            assert key is not None
             if node.placed == node.rank:
                 return key
             # Used since, though not held: its place is further back. A use moves a key only once.
@@ -133,17 +221,25 @@ class VictimOrder:
             self.release(key)
         return None
 
-    def _front(self) -> Ranked | None:
-        """The node of the lowest placed rank, cold ones before all."""
+    def regroup(self) -> None:
+        """Ask for the group of every key again, for groups that are new and empty; O(n log n)."""
+        cold: set[ExpertKey] = set()
+        node = self._cold.after
+        while isinstance(node, Ranked):
+            cold.add(node.key)
+            node = node.after
+        for node in sorted(self.ranked.values(), key=_rank):
+            moves = node.evictable and node.key not in cold
+            if moves:
+                self.hold(node.key)
+            node.group = self._group_of(node.key)
+            if moves:
+                self.release(node.key)
+
+    def _front(self, group: Group) -> Ranked | None:
         first = self._cold.after
-        if first.key is not None:
-            return first
-        late = self._late
-        while self._occupied:
-            lowest = (self._occupied & -self._occupied).bit_length() - 1
-            first = self._classes[lowest].after
-            if first.key is not None:
-                before = late and late[0] < (first.placed, first.key)
-                return self.ranked[late[0][1]] if before else first
-            self._occupied &= self._occupied - 1
-        return self.ranked[late[0][1]] if late else None
+        return first if isinstance(first, Ranked) else group.front()
+
+
+def _rank(node: Ranked) -> tuple[int, ExpertKey]:
+    return node.rank, node.key

@@ -13,11 +13,15 @@ Life of a key::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tieredmoe.policies.use_counts import UseCounts
     from tieredmoe.spec import ExpertKey
 
 
@@ -43,5 +47,43 @@ class EvictionPolicy(Protocol):
     def forget(self, key: ExpertKey) -> None:
         """``key`` has lost its slot, held or not. What the policy knows of its past may stay."""
 
+    def resize(self, n_slots: int) -> None:
+        """There are ``n_slots`` slots from now on; keys that lost theirs are forgotten one by one.
+
+        For policies whose order depends on how many there are. Whoever is held stays held, also in
+        a slot that is to go.
+        """
+
     def victim(self) -> ExpertKey | None:
         """The evictable key to go next, or None if every key is held. Changes nothing."""
+
+
+@runtime_checkable
+class LearningPolicy(EvictionPolicy, Protocol):
+    """A policy that learns, which takes time: it does so in ``settle``, not in ``step``."""
+
+    def settle(self) -> None:
+        """Learn from the last step; does nothing when it has.
+
+        Called when the reads of a step are on their way. The next step does it at the latest, and a
+        step's victims go by what was known before it: what is evicted does not depend on when this
+        is called.
+        """
+
+    def observe(self, layer: int, probabilities: NDArray[np.floating]) -> None:
+        """The router of ``layer`` gave its experts, chosen or not, these probabilities.
+
+        ``[n_experts]``, summing to 1; of several tokens their mean. After the ``step`` that they
+        led to, and not at all where they are unknown.
+        """
+
+
+@runtime_checkable
+class RememberingPolicy(EvictionPolicy, Protocol):
+    """A policy that knows how often experts are used in the long run."""
+
+    def use_counts(self) -> UseCounts:
+        """Uses since it was built and those recalled; O(n)."""
+
+    def recall(self, counts: UseCounts) -> None:
+        """Begin with what an earlier policy counted; before the first ``step``. O(n log n)."""

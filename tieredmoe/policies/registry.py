@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from tieredmoe.errors import ConfigError
 from tieredmoe.policies.lfu_lru import LfuLruPolicy
+from tieredmoe.policies.lrfu import LRFUPolicy
 from tieredmoe.policies.lru import LRUPolicy
+from tieredmoe.policies.next_use import NextUsePolicy
+from tieredmoe.policies.s3_fifo import S3FIFOPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +26,13 @@ class PolicyFactory(Protocol):
 
 
 POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
-    {"lfu_lru": LfuLruPolicy, "lru": LRUPolicy}
+    {
+        "lrfu": LRFUPolicy,
+        "next_use": NextUsePolicy,
+        "lfu_lru": LfuLruPolicy,
+        "lru": LRUPolicy,
+        "s3_fifo": S3FIFOPolicy,
+    }
 )
 """The policies that come with the library, by name."""
 

@@ -8,6 +8,12 @@ from tieredmoe.testing.faults import Fault, FaultPlan
 from tieredmoe.testing.faulty import FaultySource
 from tieredmoe.testing.loop import SimDeadlock, SimLoop, sim_run
 from tieredmoe.testing.sim_worker import SimWorker
+from tieredmoe.testing.synthetic import (
+    RoutingStatistics,
+    SyntheticModel,
+    make_synthetic,
+    text_like_tokens,
+)
 from tieredmoe.testing.tiny_gguf import (
     DeepSeekV4Shape,
     DeepSeekV4Weights,
@@ -30,17 +36,21 @@ __all__ = [
     "KimiK3Shape",
     "KimiK3Types",
     "KimiK3Weights",
+    "RoutingStatistics",
     "SimDeadlock",
     "SimDisk",
     "SimLoop",
     "SimWorker",
+    "SyntheticModel",
     "TinyPack",
     "TinyVocabulary",
     "TypeMix",
     "host_arena",
     "make_deepseek_v4",
     "make_kimi_k3",
+    "make_synthetic",
     "sim_run",
+    "text_like_tokens",
     "tiny_hierarchy",
     "tiny_spec",
     "tiny_vocabulary",

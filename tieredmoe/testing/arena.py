@@ -7,7 +7,8 @@ the right bytes as its fence passes. Copies run one after the other, as on a dev
 each after the ``idle`` fence of its target.
 
 It records a violation (and raises) when a source is rewritten under a copy, when somebody else
-writes into a target, and when the arena is closed while copies run.
+writes into a target, and when the arena is closed while copies run. Copies back into host slots are
+just as late, on a stream of their own.
 
 Rejected: a random order of copies (one stream promises order, and an evicted slot relies on it).
 """
@@ -16,77 +17,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, NoReturn, Protocol, cast
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import attrs
 
-from tieredmoe.memory.host import PASSED
+from tieredmoe.memory.fences import PASSED, joined
+from tieredmoe.testing.stream import LateFence, SimStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tieredmoe.memory.protocol import Fence, HostSlot, Part, Slot
+    from tieredmoe.spec import ExpertKey
 
 _INVERTED = bytes(255 - i for i in range(256))
-
-
-class Waits(Protocol):
-    """What ``LateFence.wait_on`` needs of a stream."""
-
-    def wait_for(self, fence: Fence) -> None:
-        """Order later work after ``fence``."""
-
-
-class LateFence:
-    """A fence that passes when its arena says so."""
-
-    __slots__ = ("_callbacks", "_passed")
-
-    def __init__(self) -> None:
-        self._passed = False
-        self._callbacks: list[Callable[[], None]] = []
-
-    def passed(self) -> bool:
-        """Whether all work before the fence has ended."""
-        return self._passed
-
-    def on_passed(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the fence has passed; at once if it has."""
-        if self._passed:
-            callback()
-        else:
-            self._callbacks.append(callback)
-
-    def wait_on(self, stream: object) -> None:
-        """Order later work of ``stream``, a ``SimStream`` or its like, after this fence."""
-        cast("Waits", stream).wait_for(self)
-
-    def pass_now(self) -> None:
-        """All work before the fence has ended: tell everyone, once."""
-        assert not self._passed, "a fence passes once"
-        self._passed = True
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-
-class SimStream:
-    """A device's queue of work as its host sees it: what it was told to wait for."""
-
-    def __init__(self) -> None:
-        self._fences: list[Fence] = []
-
-    def wait_for(self, fence: Fence) -> None:
-        """Order all later work after ``fence``."""
-        self._fences.append(fence)
-
-    async def synchronize(self) -> None:
-        """Return when everything waited for has passed. Cancelling it changes nothing."""
-        while self._fences:
-            passed = asyncio.Event()
-            self._fences[0].on_passed(passed.set)
-            await passed.wait()
-            del self._fences[0]
 
 
 @attrs.define(eq=False)
@@ -103,21 +48,27 @@ class LateSlot:
 
 @attrs.define(eq=False)
 class LateCopy:
-    """A copy from its ``copy_from`` until its fence passes."""
+    """A copy from the moment it is enqueued until its fence passes."""
 
-    source: HostSlot
-    target: LateSlot
+    source: LateSlot | HostSlot
+    target: LateSlot | HostSlot
     parts: tuple[Part, ...]
-    promised: list[bytes]
+    idle: Fence
+    """What must have passed before the target is written."""
     fence: LateFence
+    promised: list[bytes] | None
+    """The bytes to copy; None until they are there, if another copy still brings them."""
 
 
 class LateArena:
     """``n_slots`` slots whose copies take ``latency_s`` and then ``nbytes_per_s``, one by one.
 
-    ``copies`` holds those not ended, the one that runs first. Slots start out filled with
-    ``poison``. Bound to the loop of its first copy.
+    ``copies`` holds those into slots not ended, the one that runs first; ``copies_back`` those out
+    of slots, which run beside them. Slots start out filled with ``poison``. Bound to the loop of
+    its first copy.
     """
+
+    copies_out = True
 
     def __init__(
         self,
@@ -133,9 +84,11 @@ class LateArena:
         assert nbytes_per_s > 0
         self.slot_nbytes = slot_nbytes
         self.copies: deque[LateCopy] = deque()
+        self.copies_back: deque[LateCopy] = deque()
         self.violations: list[str] = []
         self.closed = False
         self._latency_s = latency_s
+        self._poison = poison
         self._nbytes_per_s = nbytes_per_s
         self._slots = tuple(
             LateSlot(self, i, slot_nbytes, memoryview(bytearray([poison]) * slot_nbytes))
@@ -152,33 +105,55 @@ class LateArena:
         assert not self.closed, "slot of a closed arena"
         return self._slots[slot_index]
 
-    def copy_from(self, source: Slot, target: Slot, parts: Sequence[Part]) -> LateFence:
+    def copy_from(
+        self, key: ExpertKey, source: Slot, target: Slot, parts: Sequence[Part]
+    ) -> LateFence:
         """Enqueue a copy of ``parts`` of the host slot ``source`` into our ``target``.
 
         Until the returned fence, which is also ``target.ready``, has passed, the target holds
         garbage and ``source`` must keep its bytes.
         """
-        assert not self.closed, "copy into a closed arena"
+        del key
         ours = self._slots[target.slot_index]
         assert ours is target, "copy into another arena's slot"
-        theirs = cast("HostSlot", source)  # what the protocol asks of every source
-        for part in parts:
-            assert part.nbytes >= 0
-            assert 0 <= part.source_offset <= theirs.nbytes - part.nbytes
-            assert 0 <= part.target_offset <= ours.nbytes - part.nbytes
-        fence = ours.ready = LateFence()
-        self.copies.append(
-            LateCopy(theirs, ours, tuple(parts), _source_bytes(theirs, parts), fence)
-        )
-        if len(self.copies) == 1:
-            self._begin()
+        # Host slots are what the protocol asks of every source.
+        fence = self._enqueue(self.copies, cast("HostSlot", source), ours, parts)
+        ours.idle = PASSED  # whoever reads what this copy brings waits for its own fence
         return fence
+
+    def copy_out(self, source: Slot, target: Slot, parts: Sequence[Part]) -> LateFence:
+        """Enqueue a copy of ``parts`` of our ``source`` into the host slot ``target``.
+
+        Until the returned fence, which is also ``target.ready``, has passed, the target holds
+        garbage, and ``source``, whose ``idle`` waits for it, must keep its bytes.
+        """
+        ours = self._slots[source.slot_index]
+        assert ours is source, "copy out of another arena's slot"
+        fence = self._enqueue(self.copies_back, ours, cast("HostSlot", target), parts)
+        ours.idle = joined(ours.idle, fence)
+        return fence
+
+    def fence(self, stream: object) -> Fence:
+        """A fence after all that a ``SimStream`` has been given; nothing else is ever behind."""
+        return stream.fence() if isinstance(stream, SimStream) else PASSED
+
+    def resize(self, n_slots: int) -> None:
+        """Poison all slots from ``n_slots`` on; it is a violation if a copy or kernel uses one."""
+        assert not self.closed, "resizing a closed arena"
+        assert 0 < n_slots <= len(self._slots)
+        for slot in self._slots[n_slots:]:
+            if not (slot.ready.passed() and slot.idle.passed()):
+                self._violated(f"slot {slot.slot_index} was given back while it was used")
+            slot.view[:] = bytes([self._poison]) * slot.nbytes
 
     def close(self) -> None:
         """Release the memory; idempotent. It is a violation while copies run."""
         self.closed = True
-        if self.copies:
-            self._violated(f"closed with {len(self.copies)} copies running")
+        if n_running := len(self.copies) + len(self.copies_back):
+            self._violated(f"closed with {n_running} copies running")
+        for slot in self._slots:
+            if not slot.idle.passed():
+                self._violated(f"closed while slot {slot.slot_index} is read")
 
     def check(self) -> None:
         """Assert that nothing was violated so far."""
@@ -186,29 +161,53 @@ class LateArena:
 
     # ---- a copy's life
 
-    def _begin(self) -> None:
-        self.copies[0].target.idle.on_passed(self._run)
+    def _enqueue(
+        self,
+        stream: deque[LateCopy],
+        source: LateSlot | HostSlot,
+        target: LateSlot | HostSlot,
+        parts: Sequence[Part],
+    ) -> LateFence:
+        assert not self.closed, "copy of a closed arena"
+        for part in parts:
+            assert part.nbytes >= 0
+            assert 0 <= part.source_offset <= source.nbytes - part.nbytes
+            assert 0 <= part.target_offset <= target.nbytes - part.nbytes
+        promised = _bytes_of(source, parts) if source.ready.passed() else None
+        idle = joined(target.idle, source.ready)
+        fence = target.ready = LateFence()
+        stream.append(LateCopy(source, target, tuple(parts), idle, fence, promised))
+        if len(stream) == 1:
+            self._begin(stream)
+        return fence
 
-    def _run(self) -> None:
-        copy = self.copies[0]
+    def _begin(self, stream: deque[LateCopy]) -> None:
+        stream[0].idle.on_passed(partial(self._run, stream))
+
+    def _run(self, stream: deque[LateCopy]) -> None:
+        copy = stream[0]
+        if copy.promised is None:
+            copy.promised = _bytes_of(copy.source, copy.parts)
         for part, promised in zip(copy.parts, copy.promised, strict=True):
             _target_of(copy, part)[:] = promised.translate(_INVERTED)
         nbytes = sum(part.nbytes for part in copy.parts)
         asyncio.get_running_loop().call_later(
-            self._latency_s + nbytes / self._nbytes_per_s, self._end, copy
+            self._latency_s + nbytes / self._nbytes_per_s, self._end, stream
         )
 
-    def _end(self, copy: LateCopy) -> None:
-        arrived = _source_bytes(copy.source, copy.parts)
+    def _end(self, stream: deque[LateCopy]) -> None:
+        copy = stream[0]
+        assert copy.promised is not None
+        arrived = _bytes_of(copy.source, copy.parts)
         intruded = False
         for part, promised, right in zip(copy.parts, copy.promised, arrived, strict=True):
             target = _target_of(copy, part)
             intruded = intruded or bytes(target) != promised.translate(_INVERTED)
             target[:] = right
-        self.copies.popleft()
+        stream.popleft()
         copy.fence.pass_now()
-        if self.copies:
-            self._begin()
+        if stream:
+            self._begin(stream)
         where = f"slot {copy.source.slot_index} to slot {copy.target.slot_index}"
         if arrived != copy.promised:
             self._violated(f"the source was rewritten under the copy of {where}")
@@ -221,10 +220,11 @@ class LateArena:
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
-        return f"<LateArena{state} {self.n_slots} slots, {len(self.copies)} copies running>"
+        n_running = len(self.copies) + len(self.copies_back)
+        return f"<LateArena{state} {self.n_slots} slots, {n_running} copies running>"
 
 
-def _source_bytes(source: HostSlot, parts: Sequence[Part]) -> list[bytes]:
+def _bytes_of(source: LateSlot | HostSlot, parts: Sequence[Part]) -> list[bytes]:
     return [bytes(source.view[p.source_offset : p.source_offset + p.nbytes]) for p in parts]
 
 

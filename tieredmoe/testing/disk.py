@@ -21,7 +21,7 @@ import asyncio
 import ctypes
 import random
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from errno import errorcode
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NoReturn
 import attrs
 
 from tieredmoe.backends.batch import check_batch, fail_read
+from tieredmoe.backends.lane import Lane, Read
 from tieredmoe.backends.memory import end_of_file
 from tieredmoe.backends.protocol import BackendInfo, ReadOp, ReadStats
 from tieredmoe.errors import ClosedError, ReadError
@@ -66,8 +67,8 @@ class SimDisk:
     A read starts when fewer than ``queue_depth`` others and less than ``window_nbytes`` are in
     flight, is found after ``latency_s`` ± ``jitter`` of it, and then shares one pipe of
     ``nbytes_per_s`` in the order in which reads were found: with jitter, not the order of
-    submission. Those that wait start by priority. Failed reads are not retried: what ``faults``
-    lets happen is what a backend's own retries could not mend.
+    submission. Those that wait start as in a real backend's ``Lane``. Failed reads are not retried:
+    what ``faults`` lets happen is what a backend's own retries could not mend.
     """
 
     def __init__(
@@ -102,14 +103,12 @@ class SimDisk:
         self._nbytes_per_s = nbytes_per_s
         self._latency_s = latency_s
         self._jitter = jitter
-        self._queue_depth = queue_depth
+        self._lane = Lane(window_nbytes=window_nbytes, n_reads_max=queue_depth, clock=_loop_time)
         self._random = random.Random(seed)  # noqa: S311 (a scenario, not a secret)
         self._faults = faults or FaultPlan()
         self._pipe_free_at = 0.0
-        self._queues = {p: OrderedDict[asyncio.Future[None], _Read]() for p in Priority}
+        self._reads_by_future: dict[asyncio.Future[None], _Read] = {}
         self._owned: list[tuple[int, int, ReadOp]] = []  # (start, end, op), by start: no overlaps
-        self._in_flight = 0
-        self._in_flight_nbytes = 0
         self._closed = False
         self._idle = asyncio.Event()
         self._reads = 0
@@ -131,22 +130,22 @@ class SimDisk:
         self._take_memory(batch)
         loop = asyncio.get_running_loop()
         reads = [_Read(op, loop.create_future(), memoryview(op.target)) for op in batch]
-        self._queues[priority].update((read.future, read) for read in reads)
+        for read in reads:
+            self._reads_by_future[read.future] = read
+            self._lane.put(Read(read.future, [], read.view.nbytes, 0, 1), priority)
         self._start_reads()
         return [read.future for read in reads]
 
     def promote(self, read: asyncio.Future[None]) -> None:
-        """Let a waiting prefetch wait as demand, last in that queue."""
-        for priority, queue in self._queues.items():
-            if priority is not Priority.DEMAND and read in queue:
-                self._queues[Priority.DEMAND][read] = queue.pop(read)
+        """Let a waiting prefetch wait as demand, last in that queue; one in flight is demand."""
+        self._lane.promote(read)
+        self._start_reads()
 
     def drop(self, read: asyncio.Future[None]) -> bool:
         """True if ``read`` was still queued: it never starts, and its future is cancelled."""
-        queue = next((queue for queue in self._queues.values() if read in queue), None)
-        if queue is None:
+        if not self._lane.remove(read):
             return False
-        self._give_back(queue.pop(read).op)
+        self._give_back(self._reads_by_future.pop(read).op)
         read.cancel()
         self._start_reads()  # what stood behind it may fit
         self._note_idle()
@@ -154,17 +153,16 @@ class SimDisk:
 
     async def drain(self) -> None:
         """Return when no read is queued or in flight. Cancelling it changes nothing."""
-        while self._n_queued or self._in_flight:
+        while self._reads_by_future:
             self._idle.clear()
             await self._idle.wait()
 
     async def close(self) -> None:
         """Refuse new reads, fail queued ones with ``ClosedError``, wait for those in flight."""
         self._closed = True
-        while (queue := self._next_queue()) is not None:
-            _, read = queue.popitem(last=False)
-            self._give_back(read.op)
-            fail_read(read.future, ClosedError("the simulated disk was closed before this read"))
+        for future in self._lane.clear():
+            self._give_back(self._reads_by_future.pop(future).op)
+            fail_read(future, ClosedError("the simulated disk was closed before this read"))
         await self.drain()
 
     def stats(self) -> ReadStats:
@@ -175,8 +173,10 @@ class SimDisk:
             short_reads=self._short_reads,
             retries=0,
             errors=dict(self._errors),
-            in_flight=self._in_flight,
-            queued=self._n_queued,
+            in_flight=self._lane.n_in_flight,
+            queued=self._lane.n_queued,
+            demand_delay_s=self._lane.demand_delay_s,
+            ahead_s=self._lane.ahead_s,
         )
 
     def writers_into(self, address: int, nbytes: int) -> tuple[ReadOp, ...]:
@@ -225,23 +225,12 @@ class SimDisk:
 
     # ---- a read's life
 
-    @property
-    def _n_queued(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
-
-    def _next_queue(self) -> OrderedDict[asyncio.Future[None], _Read] | None:
-        return next((queue for queue in self._queues.values() if queue), None)
-
     def _start_reads(self) -> None:
-        while self._in_flight < self._queue_depth and (queue := self._next_queue()) is not None:
-            nbytes = next(iter(queue.values())).view.nbytes
-            if self._in_flight and self._in_flight_nbytes + nbytes > self.info.window_nbytes:
-                return
-            self._in_flight += 1
-            self._in_flight_nbytes += nbytes
-            self._start(queue.popitem(last=False)[1])
+        while (started := self._lane.take()) is not None:
+            self._start(started)
 
-    def _start(self, read: _Read) -> None:
+    def _start(self, started: Read) -> None:
+        read = self._reads_by_future[started.future]
         op = read.op
         read.content = self._content(op)
         read.fault = self._faults.take(op)
@@ -251,9 +240,9 @@ class SimDisk:
         wait = self._latency_s * (1 + self._jitter * self._random.uniform(-1, 1))
         if read.fault is not None:
             wait += read.fault.delay_s
-        asyncio.get_running_loop().call_later(wait, self._transfer, read)
+        asyncio.get_running_loop().call_later(wait, self._transfer, started, read)
 
-    def _transfer(self, read: _Read) -> None:
+    def _transfer(self, started: Read, read: _Read) -> None:
         soiled = read.content.translate(_INVERTED)
         intruded = read.view[: read.n_soiled] != soiled[: read.n_soiled]
         read.view[: len(soiled)] = soiled
@@ -261,18 +250,18 @@ class SimDisk:
         loop = asyncio.get_running_loop()
         begin = max(loop.time(), self._pipe_free_at)
         self._pipe_free_at = begin + read.view.nbytes / self._nbytes_per_s
-        loop.call_at(self._pipe_free_at, self._end, read)
+        loop.call_at(self._pipe_free_at, self._end, started, read)
         if intruded:
             self._found_intruder(read)
 
-    def _end(self, read: _Read) -> None:
+    def _end(self, started: Read, read: _Read) -> None:
         intruded = read.view[: read.n_soiled] != read.content.translate(_INVERTED)
         error = self._deliver(read)
         nbytes = read.view.nbytes
         read.view.release()
         self._give_back(read.op)
-        self._in_flight -= 1
-        self._in_flight_nbytes -= nbytes
+        self._lane.ended(started)
+        del self._reads_by_future[read.future]
         if error is not None:
             fail_read(read.future, error)
         else:
@@ -286,7 +275,7 @@ class SimDisk:
             self._found_intruder(read)
 
     def _note_idle(self) -> None:
-        if not self._n_queued and not self._in_flight:
+        if not self._reads_by_future:
             self._idle.set()
 
     def _deliver(self, read: _Read) -> ReadError | None:
@@ -328,6 +317,10 @@ class SimDisk:
             assert len(content) <= nbytes, "a file function gives at most what was asked for"
             return content
         return bytes(memoryview(file).cast("B")[op.offset : op.offset + nbytes])
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _first(owned: tuple[int, int, ReadOp]) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from tieredmoe.errors import ClosedError
 from tieredmoe.source import Fill, RefusedFill
+from tieredmoe.spec import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +45,9 @@ class FaultySource:
         self._closed = False
         self.n_injected = 0
 
-    def read_into(self, requests: Sequence[tuple[ExpertKey, Slot]]) -> Sequence[Fill]:
+    def read_into(
+        self, requests: Sequence[tuple[ExpertKey, Slot]], *, priority: Priority = Priority.DEMAND
+    ) -> Sequence[Fill]:
         """Poison all slots, fail some requests, pass the others on as one batch."""
         if self._closed:
             raise ClosedError("this source is closed; it reads no more")
@@ -60,7 +63,7 @@ class FaultySource:
             else:
                 self.n_injected += 1
                 fills.append(RefusedFill(error))
-        started = iter(self._source.read_into(passed) if passed else ())
+        started = iter(self._source.read_into(passed, priority=priority) if passed else ())
         return [fill or next(started) for fill in fills]
 
     def parts(self, key: ExpertKey) -> Sequence[Part]:

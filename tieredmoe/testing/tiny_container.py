@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_DEFAULT_ALIGNMENT = 32
+ALIGNMENT_NBYTES = 32
+"""What tensors are aligned to in a file that says nothing about it."""
 
 _VALUE_TYPES: Mapping[str, GGUFValueType] = MappingProxyType(
     {
@@ -63,7 +64,7 @@ def write_shards(
     architecture: str,
     metadata: Mapping[str, object],
     shards: Sequence[Sequence[StoredTensor]],
-    alignment: int = _DEFAULT_ALIGNMENT,
+    alignment: int = ALIGNMENT_NBYTES,
     n_tensors_claimed: int | None = None,
 ) -> tuple[Path, ...]:
     """Write one file at ``path``, or the set ``STEM-0000i-of-0000n.gguf`` beside it.
@@ -112,10 +113,10 @@ def _write_file(
     path: Path, pairs: Mapping[str, object], tensors: Sequence[StoredTensor], alignment: int
 ) -> None:
     writer = GGUFWriter(path, arch="")  # writes none: in a later shard there must be none
-    if alignment != _DEFAULT_ALIGNMENT:
+    if alignment != ALIGNMENT_NBYTES:
         writer.add_custom_alignment(alignment)
     for key, value in pairs.items():
-        _add_pair(writer, key, value)
+        add_pair(writer, key, value)
     for tensor in tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.ggml_type)
     try:
@@ -126,7 +127,8 @@ def _write_file(
         writer.close()
 
 
-def _add_pair(writer: GGUFWriter, key: str, value: object) -> None:
+def add_pair(writer: GGUFWriter, key: str, value: object) -> None:
+    """Add a metadata pair of the type that ``write_shards`` gives it."""
     if isinstance(value, np.ndarray):
         _add_array(writer, key, value.tolist(), _value_type(key, value.dtype.type()))
     elif isinstance(value, list) and all(isinstance(item, str) for item in value):

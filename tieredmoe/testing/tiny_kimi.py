@@ -90,7 +90,7 @@ def make_kimi_k3(
         draw.tensors,
         shape,
         architecture=ARCHITECTURE,
-        metadata={**_model_metadata(shape, tokenizer, early=early), **(metadata or {})},
+        metadata={**model_metadata(shape, tokenizer, early=early), **(metadata or {})},
         n_shards=n_shards,
         alignment=alignment,
         drop_keys=drop_keys,
@@ -99,8 +99,8 @@ def make_kimi_k3(
     )
 
 
-def _model_metadata(
-    shape: KimiK3Shape, tokenizer: TinyVocabulary | None, *, early: bool
+def model_metadata(
+    shape: KimiK3Shape, tokenizer: TinyVocabulary | None, *, early: bool = False
 ) -> dict[str, object]:
     """The metadata of a converter; ints stand for u32 and floats for f32."""
     own = _architecture_metadata(shape)

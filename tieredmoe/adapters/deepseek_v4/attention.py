@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tieredmoe.adapters.deepseek_v4.past import Past
     from tieredmoe.adapters.deepseek_v4.rope import Angles, Rope
     from tieredmoe.adapters.deepseek_v4.state import CompressorState
-    from tieredmoe.moe.linear import PackedLinear
+    from tieredmoe.moe.linear import Linear
 
 _SCRATCH_FLOATS = 2**24
 """Floats (64 MiB) that a block of queries may take for scores and picked rows."""
@@ -34,14 +34,14 @@ _SCRATCH_FLOATS = 2**24
 class AttentionWeights:
     """The dense weights of one layer's attention, its compressors' not included."""
 
-    q_a: PackedLinear
+    q_a: Linear
     q_a_norm: torch.Tensor
-    q_b: PackedLinear
-    kv: PackedLinear
+    q_b: Linear
+    kv: Linear
     kv_norm: torch.Tensor
     sinks: torch.Tensor
-    output_a: PackedLinear
-    output_b: PackedLinear
+    output_a: Linear
+    output_b: Linear
 
 
 class Attention:
@@ -57,21 +57,21 @@ class Attention:
     ) -> None:
         sizes = config.attention
         self.rope = rope
-        self._w = weights
-        self._past = past
-        self._q_a_norm = rms_norm(weights.q_a_norm, config.rms_eps)
-        self._kv_norm = rms_norm(weights.kv_norm, config.rms_eps)
-        self._output_a = weights.output_a.split(sizes.output_groups)
-        self._rms_eps = config.rms_eps
-        self._n_heads = sizes.n_heads
-        self._head_dim = sizes.head_dim
-        self._n_window = sizes.sliding_window
+        self.weights = weights
+        self.past = past
+        self.q_a_norm = rms_norm(weights.q_a_norm, config.rms_eps)
+        self.kv_norm = rms_norm(weights.kv_norm, config.rms_eps)
+        self.output_a = weights.output_a.split(sizes.output_groups)
+        self.rms_eps = config.rms_eps
+        self.n_heads = sizes.n_heads
+        self.head_dim = sizes.head_dim
+        self.n_window = sizes.sliding_window
 
     def new_state(self, n_context: int) -> LayerState:
         """The state before the first token of a sequence of at most ``n_context``."""
         return LayerState(
-            window=self._w.sinks.new_empty((0, self._head_dim)),
-            compressed=() if self._past is None else self._past.new_state(n_context),
+            window=self.weights.sinks.new_empty((0, self.head_dim)),
+            compressed=() if self.past is None else self.past.new_state(n_context),
         )
 
     def __call__(
@@ -82,16 +82,16 @@ class Attention:
         ``angles`` are those of ``rope`` at the tokens' positions. Returns float32 [T, H] and the
         state after the tokens; ``state`` itself is left as it was.
         """
-        chunk = Chunk(start, u, self._q_a_norm(self._w.q_a(u)), angles)
-        q = self._w.q_b(chunk.qr).unflatten(1, (self._n_heads, self._head_dim))
-        q = angles.rotate_(rms(q, self._rms_eps))
-        window = torch.cat((state.window, angles.rotate_(self._kv_norm(self._w.kv(u)))))
+        chunk = Chunk(start, u, self.q_a_norm(self.weights.q_a(u)), angles)
+        q = self.weights.q_b(chunk.qr).unflatten(1, (self.n_heads, self.head_dim))
+        q = angles.rotate_(rms(q, self.rms_eps))
+        window = torch.cat((state.window, angles.rotate_(self.kv_norm(self.weights.kv(u)))))
         compressed: tuple[CompressorState, ...] = ()
-        if self._past is not None:
-            compressed = self._past.advance(chunk, state.compressed)
+        if self.past is not None:
+            compressed = self.past.advance(chunk, state.compressed)
         out = self._attend(chunk, q, window, compressed)
         # Cloned, so that a state does not keep a whole chunk's keys for the last few.
-        kept = window[max(0, window.shape[0] - self._n_window + 1) :].clone()
+        kept = window[max(0, window.shape[0] - self.n_window + 1) :].clone()
         return self._project(angles.unrotate_(out)), LayerState(kept, compressed)
 
     def _attend(
@@ -103,29 +103,29 @@ class Attention:
     ) -> torch.Tensor:
         """Attention outputs, float32 [T, heads, D], block by block."""
         n_new = q.shape[0]
-        past_keys = None if self._past is None else self._past.block_keys(chunk, compressed)
+        past_keys = None if self.past is None else self.past.block_keys(chunk, compressed)
         n_block = self._block_length(chunk.start + n_new)
         out = torch.empty_like(q)
         for a in range(0, n_new, n_block):
             b = min(a + n_block, n_new)
-            seen = [_recent(window, window.shape[0] - n_new + a, b - a, self._n_window)]
+            seen = [_recent(window, window.shape[0] - n_new + a, b - a, self.n_window)]
             if past_keys is not None:
                 seen.append(past_keys(a, b))
-            out[a:b] = _softmax_with_sinks(q[a:b], seen, self._w.sinks)
+            out[a:b] = _softmax_with_sinks(q[a:b], seen, self.weights.sinks)
         return out
 
     def _block_length(self, n_tokens: int) -> int:
         """Queries per block; above the window's length most scores would be masked."""
-        floats = 2 * self._n_window * self._n_heads
-        if self._past is not None:
-            floats += self._past.floats_per_query(n_tokens, n_heads=self._n_heads)
-        return max(1, min(self._n_window, _SCRATCH_FLOATS // floats))
+        floats = 2 * self.n_window * self.n_heads
+        if self.past is not None:
+            floats += self.past.floats_per_query(n_tokens, n_heads=self.n_heads)
+        return max(1, min(self.n_window, _SCRATCH_FLOATS // floats))
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Attention outputs [T, heads, D] to [T, H]: by groups of heads first, then together."""
-        groups = out.flatten(1).chunk(len(self._output_a), dim=1)
-        low = [part(group) for part, group in zip(self._output_a, groups, strict=True)]
-        return self._w.output_b(torch.cat(low, dim=1))
+        groups = out.flatten(1).chunk(len(self.output_a), dim=1)
+        low = [part(group) for part, group in zip(self.output_a, groups, strict=True)]
+        return self.weights.output_b(torch.cat(low, dim=1))
 
 
 def _recent(window: torch.Tensor, first: int, n_queries: int, n_window: int) -> Keys:

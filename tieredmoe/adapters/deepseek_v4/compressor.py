@@ -18,7 +18,7 @@ from tieredmoe.adapters.rows import Rows
 
 if TYPE_CHECKING:
     from tieredmoe.adapters.deepseek_v4.rope import Rope
-    from tieredmoe.moe.linear import PackedLinear
+    from tieredmoe.moe.linear import Linear
 
 
 class Compressor:
@@ -31,32 +31,33 @@ class Compressor:
 
     def __init__(
         self,
-        values: PackedLinear,
-        gates: PackedLinear,
+        values: Linear,
+        gates: Linear,
         position_bias: torch.Tensor,
         norm: torch.Tensor,
         *,
         rope: Rope,
         rms_eps: float,
     ) -> None:
-        self._values = values
-        self._gates = gates
-        self._bias = position_bias
-        self._norm = rms_norm(norm, rms_eps)
-        self._rope = rope
-        self._dim = norm.shape[0]
+        self.values = values
+        self.gates = gates
+        self.bias = position_bias
+        self.norm = rms_norm(norm, rms_eps)
+        self.rope = rope
+        self.dim = norm.shape[0]
         self.ratio = position_bias.shape[0]
+        self.overlaps = position_bias.shape[1] > self.dim
 
     def new_state(self, n_context: int) -> CompressorState:
         """The state before the first token of a sequence of at most ``n_context``."""
-        bias = self._bias
-        n_last = self.ratio if bias.shape[1] > self._dim else 0
+        bias = self.bias
+        n_last = self.ratio if self.overlaps else 0
         return CompressorState(
-            rows=Rows.empty(self._dim, n_context=n_context, ratio=self.ratio, device=bias.device),
+            rows=Rows.empty(self.dim, n_context=n_context, ratio=self.ratio, device=bias.device),
             values=bias.new_empty((0, bias.shape[1])),
             gates=bias.new_empty((0, bias.shape[1])),
-            last_values=bias.new_zeros((n_last, self._dim)),
-            last_gates=bias.new_full((n_last, self._dim), -math.inf),
+            last_values=bias.new_zeros((n_last, self.dim)),
+            last_gates=bias.new_full((n_last, self.dim), -math.inf),
         )
 
     def advance(self, u: torch.Tensor, state: CompressorState) -> CompressorState:
@@ -64,24 +65,26 @@ class Compressor:
 
         Row w is visible to position t if ``w < (t + 1) // ratio``, so to the token that closes it.
         """
-        values = torch.cat((state.values, self._values(u)))
-        gates = torch.cat((state.gates, self._gates(u)))
+        n_open, n_new = state.values.shape[0], u.shape[0]
+        places = torch.arange(n_open, n_open + n_new, device=u.device) % self.ratio
+        values = torch.cat((state.values, self.values(u)))
+        gates = torch.cat((state.gates, self.gates(u) + self.bias[places]))
         n_windows = values.shape[0] // self.ratio
         if n_windows == 0:
             return CompressorState(state.rows, values, gates, state.last_values, state.last_gates)
 
         closed = n_windows * self.ratio
         windows = values[:closed].unflatten(0, (n_windows, self.ratio))
-        weights = gates[:closed].unflatten(0, (n_windows, self.ratio)) + self._bias
+        weights = gates[:closed].unflatten(0, (n_windows, self.ratio))
         last_values, last_gates = state.last_values, state.last_gates
-        if last_values.shape[0]:
+        if self.overlaps:
             windows, last_values = self._overlapped(windows, last_values)
             weights, last_gates = self._overlapped(weights, last_gates)
-        rows = self._norm((windows * weights.softmax(1)).sum(1))
+        rows = self.norm((windows * weights.softmax(1)).sum(1))
         first = state.rows.n * self.ratio
         positions = torch.arange(first, first + closed, self.ratio, device=u.device)
         return CompressorState(
-            rows=state.rows.append(self._rope.at(positions).rotate_(rows)),
+            rows=state.rows.append(self.rope.at(positions).rotate_(rows)),
             # Cloned, so that a state does not keep a whole chunk's memory for its last few tokens.
             values=values[closed:].clone(),
             gates=gates[closed:].clone(),
@@ -96,6 +99,6 @@ class Compressor:
 
         Also gives what the window after them will need of the last one, [r, d].
         """
-        for_next, own = windows.split(self._dim, dim=2)
+        for_next, own = windows.split(self.dim, dim=2)
         before = torch.cat((last.unsqueeze(0), for_next[:-1]))
         return torch.cat((before, own), dim=1), for_next[-1].clone()

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tieredmoe.adapters.norm import rms
+from tieredmoe.adapters.norm import rms, rms_norm
 
 if TYPE_CHECKING:
     from tieredmoe.adapters.deepseek_v4.config import StreamConfig
-    from tieredmoe.moe.linear import PackedLinear
 
 
 class Mixed(NamedTuple):
     """What a sub-block reads, and how its output joins the streams."""
 
     x: torch.Tensor
-    """float32 [T, H]"""
+    """float32 [T, H], normed"""
     post: torch.Tensor
     """float32 [T, n]: how much of the output each stream gets."""
     comb: torch.Tensor
@@ -31,33 +30,36 @@ class Mixed(NamedTuple):
 
 
 class HyperConnection:
-    """One sub-block's: ``fn`` is [(2 + n) n, n H], ``base`` [(2 + n) n] and ``scale`` [3]."""
+    """One sub-block's: ``fn`` is [(2 + n) n, n H], ``base`` [(2 + n) n] and ``scale`` [3].
+
+    ``norm`` [H] weighs the input of the sub-block once it is a sum of streams. All float32.
+    """
 
     def __init__(
         self,
-        fn: PackedLinear,
+        fn: torch.Tensor,
         base: torch.Tensor,
         scale: torch.Tensor,
+        norm: torch.Tensor,
         *,
         config: StreamConfig,
         rms_eps: float,
     ) -> None:
         n = config.n_streams
-        self._fn = fn
-        self._base = base
-        self._scale = torch.cat([s.expand(m) for s, m in zip(scale, (n, n, n * n), strict=True)])
-        self._n = n
-        self._eps = config.eps
+        self.fn = fn
+        self.base = base
+        self.scale = torch.cat([s.expand(m) for s, m in zip(scale, (n, n, n * n), strict=True)])
+        self.norm = rms_norm(norm, rms_eps)
+        self.config = config
         self._sinkhorn = _Sinkhorn(config, base.device)
-        self._rms_eps = rms_eps
 
     def split(self, streams: torch.Tensor) -> Mixed:
         """Weigh ``streams`` [T, n, H] into the input of the sub-block."""
-        n, eps = self._n, self._eps
-        logits = self._fn(rms(streams.flatten(1), self._rms_eps)) * self._scale + self._base
+        n, eps = self.config.n_streams, self.config.eps
+        logits = rms(streams.flatten(1), self.norm.eps) @ self.fn.T * self.scale + self.base
         pre, post, comb = logits.split((n, n, n * n), dim=1)
         return Mixed(
-            x=_weighted_sum(pre.sigmoid() + eps, streams),
+            x=self.norm(_weighted_sum(pre.sigmoid() + eps, streams)),
             post=2 * post.sigmoid(),
             comb=self._sinkhorn(comb.reshape(-1, n, n).softmax(2) + eps),
         )
@@ -69,27 +71,31 @@ class HyperConnection:
 
 
 class StreamHead:
-    """Weighs the last layer's streams into one: ``fn`` [n, n H], ``base`` [n], ``scale`` [1]."""
+    """The last layer's streams as one: ``fn`` [n, n H], ``base`` [n], ``scale`` [1], ``norm`` [H].
+
+    All float32.
+    """
 
     def __init__(
         self,
-        fn: PackedLinear,
+        fn: torch.Tensor,
         base: torch.Tensor,
         scale: torch.Tensor,
+        norm: torch.Tensor,
         *,
         config: StreamConfig,
         rms_eps: float,
     ) -> None:
-        self._fn = fn
-        self._base = base
-        self._scale = scale
-        self._eps = config.eps
-        self._rms_eps = rms_eps
+        self.fn = fn
+        self.base = base
+        self.scale = scale.expand(config.n_streams).contiguous()
+        self.norm = rms_norm(norm, rms_eps)
+        self.config = config
 
     def __call__(self, streams: torch.Tensor) -> torch.Tensor:
-        """``streams`` [T, n, H] to [T, H]."""
-        logits = self._fn(rms(streams.flatten(1), self._rms_eps))
-        return _weighted_sum((logits * self._scale + self._base).sigmoid() + self._eps, streams)
+        """``streams`` [T, n, H] to [T, H], normed."""
+        logits = rms(streams.flatten(1), self.norm.eps) @ self.fn.T * self.scale + self.base
+        return self.norm(_weighted_sum(logits.sigmoid() + self.config.eps, streams))
 
 
 def _weighted_sum(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tieredmoe.adapters.deepseek_v4.compressor import Compressor
     from tieredmoe.adapters.deepseek_v4.rope import Angles
-    from tieredmoe.moe.linear import PackedLinear
+    from tieredmoe.moe.linear import Linear
 
 
 class IndexQueries(NamedTuple):
@@ -38,19 +38,19 @@ class Indexer:
     """One layer's indexer: ``q_b`` [heads d, R], ``weights`` [heads, H]; picks ``n_picks`` rows."""
 
     def __init__(
-        self, q_b: PackedLinear, weights: PackedLinear, compressor: Compressor, *, n_picks: int
+        self, q_b: Linear, weights: Linear, compressor: Compressor, *, n_picks: int
     ) -> None:
-        self._q_b = q_b
-        self._weights = weights
+        self.q_b = q_b
+        self.weights = weights
         self.compressor = compressor
         self.n_heads = weights.shape[0]
         self.n_picks = n_picks
 
     def queries(self, u: torch.Tensor, qr: torch.Tensor, angles: Angles) -> IndexQueries:
         """From normed input ``u`` [T, H] and normed low-rank query ``qr`` [T, R]; no norm on q."""
-        q = self._q_b(qr).unflatten(1, (self.n_heads, -1))
+        q = self.q_b(qr).unflatten(1, (self.n_heads, -1))
         scale = 1 / math.sqrt(q.shape[2] * self.n_heads)
-        return IndexQueries(angles.rotate_(q), self._weights(u) * scale)
+        return IndexQueries(angles.rotate_(q), self.weights(u) * scale)
 
     def pick(
         self, queries: IndexQueries, keys: torch.Tensor, visible: torch.Tensor | None

@@ -6,22 +6,30 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from tieredmoe.adapters.decode_seat import step_capacity
 from tieredmoe.adapters.deepseek_v4.attention import Attention, AttentionWeights
 from tieredmoe.adapters.deepseek_v4.chat import encode_chat
 from tieredmoe.adapters.deepseek_v4.compressor import Compressor
 from tieredmoe.adapters.deepseek_v4.config import ARCHITECTURE, CSA, SLIDING, DeepSeekV4Config
 from tieredmoe.adapters.deepseek_v4.hyper import HyperConnection, StreamHead
 from tieredmoe.adapters.deepseek_v4.indexer import Indexer
+from tieredmoe.adapters.deepseek_v4.memory_needs import activation_nbytes, state_nbytes
 from tieredmoe.adapters.deepseek_v4.model import DeepSeekV4Model, Head, Layer
 from tieredmoe.adapters.deepseek_v4.moe import ExpertLayer, HashRouter, ScoreRouter
 from tieredmoe.adapters.deepseek_v4.past import HeavilyCompressedPast, SparsePast
 from tieredmoe.adapters.deepseek_v4.rope import Rope
-from tieredmoe.adapters.deepseek_v4.tensors import dense_shapes, expert_shapes, table_shapes
+from tieredmoe.adapters.deepseek_v4.static_state import static_state_nbytes
+from tieredmoe.adapters.deepseek_v4.tensors import (
+    dense_shapes,
+    expert_shapes,
+    matrix_names,
+    table_shapes,
+)
 from tieredmoe.adapters.dense_tensors import DenseTensors
 from tieredmoe.adapters.gated_mlp import GatedMLP
-from tieredmoe.adapters.norm import rms_norm
+from tieredmoe.adapters.model_needs import ModelNeeds, planned_context
 from tieredmoe.errors import ConfigError, MetadataError
-from tieredmoe.moe.reference import clamped_swiglu
+from tieredmoe.moe.activation import SwiGLU
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
     from tieredmoe.adapters.deepseek_v4.moe import Router
     from tieredmoe.adapters.deepseek_v4.past import Past
     from tieredmoe.adapters.protocol import Progress
+    from tieredmoe.adapters.streamed_layers import StreamedLayers
     from tieredmoe.adapters.tokenizer import StreamDecoder, Tokenizer
     from tieredmoe.gguf.tensors import TensorSource
 
@@ -42,25 +51,51 @@ class DeepSeekV4Adapter:
     def check(self, source: TensorSource) -> None:
         """Raise what ``load`` would raise of ``source``, without reading a weight."""
         config = DeepSeekV4Config.from_metadata(source.metadata, source.tensors)
-        _dense_tensors(source, config, torch.device("cpu"))
+        _dense_tensors(source, config, device=torch.device("cpu"))
+
+    def needs(
+        self, source: TensorSource, *, n_context: int | None, chunk_length: int
+    ) -> ModelNeeds:
+        """The memory that the model of ``source`` takes beside its experts; reads no weight."""
+        config = DeepSeekV4Config.from_metadata(source.metadata, source.tensors)
+        n_context = planned_context(n_context, most=config.context_length)
+        return ModelNeeds(
+            n_context=n_context,
+            chunk_length=chunk_length,
+            dense=_dense_tensors(source, config, device=torch.device("cpu")).sizes,
+            state_nbytes=state_nbytes(config, n_context),
+            step_nbytes=static_state_nbytes(config, step_capacity(n_context)),
+            activation_nbytes=activation_nbytes(config, n_tokens=chunk_length, n_context=n_context),
+            logits_nbytes=2 * 4 * config.vocab_size,
+        )
 
     def load(
-        self, source: TensorSource, *, device: torch.device, progress: Progress | None = None
+        self,
+        source: TensorSource,
+        *,
+        device: torch.device,
+        streamed: StreamedLayers | None = None,
+        progress: Progress | None = None,
     ) -> DeepSeekV4Model:
         """Read the dense weights of ``source`` onto ``device``; routed experts are left alone.
+
+        The matrices of the layers in ``streamed`` go there, and stay the caller's to close.
 
         Raises ``MetadataError`` listing everything that is missing or contradictory (keys, or
         tensors and shapes) before any weight is read, and ``UnsupportedModelError`` listing tensors
         of a type that cannot be used.
         """
         config = DeepSeekV4Config.from_metadata(source.metadata, source.tensors)
-        tensors = _dense_tensors(source, config, device, progress)
+        tensors = _dense_tensors(
+            source, config, device=device, streamed=streamed, progress=progress
+        )
         builder = _Builder(config, tensors, device)
         return DeepSeekV4Model(
             config,
-            embedding=tensors.matrix("token_embd.weight"),
+            embedding=tensors.embedding(),
             layers=[builder.layer(layer) for layer in range(config.n_layers)],
             head=builder.head(),
+            streamed=tensors.streamed,
             device=device,
         )
 
@@ -93,15 +128,19 @@ class DeepSeekV4Adapter:
 def _dense_tensors(
     source: TensorSource,
     config: DeepSeekV4Config,
+    *,
     device: torch.device,
+    streamed: StreamedLayers | None = None,
     progress: Progress | None = None,
 ) -> DenseTensors:
     return DenseTensors(
         source,
         floats=dense_shapes(config),
+        matrices=matrix_names(config),
         integers=table_shapes(config),
         others=expert_shapes(config),
         device=device,
+        streamed=streamed,
         progress=progress,
     )
 
@@ -122,34 +161,33 @@ class _Builder:
         tensors, config = self._tensors, self._config
         return Head(
             streams=StreamHead(
-                tensors.matrix("output_hc_fn.weight"),
+                tensors.values("output_hc_fn.weight"),
                 tensors.values("output_hc_base.weight"),
                 tensors.values("output_hc_scale.weight"),
+                tensors.values("output_norm.weight"),
                 config=config.streams,
                 rms_eps=config.rms_eps,
             ),
-            norm=rms_norm(tensors.values("output_norm.weight"), config.rms_eps),
             output=tensors.matrix("output.weight"),
         )
 
     def layer(self, layer: int) -> Layer:
         """One layer, whatever its kinds of attention and router."""
-        eps = self._config.rms_eps
         prefix = f"blk.{layer}"
         return Layer(
-            attention_streams=self._streams(f"{prefix}.hc_attn"),
-            attention_norm=rms_norm(self._tensors.values(f"{prefix}.attn_norm.weight"), eps),
+            attention_streams=self._streams(prefix, "attn"),
             attention=self._attention(prefix, self._config.attention.compress_ratios[layer]),
-            expert_streams=self._streams(f"{prefix}.hc_ffn"),
-            expert_norm=rms_norm(self._tensors.values(f"{prefix}.ffn_norm.weight"), eps),
+            expert_streams=self._streams(prefix, "ffn"),
             experts=self._experts(prefix, layer),
         )
 
-    def _streams(self, prefix: str) -> HyperConnection:
+    def _streams(self, prefix: str, block: str) -> HyperConnection:
+        values = self._tensors.values
         return HyperConnection(
-            self._tensors.matrix(f"{prefix}_fn.weight"),
-            self._tensors.values(f"{prefix}_base.weight"),
-            self._tensors.values(f"{prefix}_scale.weight"),
+            values(f"{prefix}.hc_{block}_fn.weight"),
+            values(f"{prefix}.hc_{block}_base.weight"),
+            values(f"{prefix}.hc_{block}_scale.weight"),
+            values(f"{prefix}.{block}_norm.weight"),
             config=self._config.streams,
             rms_eps=self._config.rms_eps,
         )
@@ -200,9 +238,9 @@ class _Builder:
             matrix(f"{prefix}.ffn_gate_shexp.weight"),
             matrix(f"{prefix}.ffn_up_shexp.weight"),
             matrix(f"{prefix}.ffn_down_shexp.weight"),
-            clamped_swiglu(sizes.shared_limits[layer]),
+            SwiGLU(sizes.shared_limits[layer]),
         )
-        activation = clamped_swiglu(sizes.routed_limits[layer])
+        activation = SwiGLU(sizes.routed_limits[layer])
         return ExpertLayer(layer, self._router(prefix, layer), shared, activation)
 
     def _router(self, prefix: str, layer: int) -> Router:

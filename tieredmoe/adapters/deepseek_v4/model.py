@@ -8,6 +8,8 @@ import attrs
 import torch
 
 from tieredmoe.adapters.decode_state import DecodeState
+from tieredmoe.adapters.deepseek_v4.decode import DeepSeekV4Step
+from tieredmoe.adapters.deepseek_v4.operations_choice import operations_for
 from tieredmoe.adapters.tokens import require_step_tokens
 
 if TYPE_CHECKING:
@@ -18,20 +20,19 @@ if TYPE_CHECKING:
     from tieredmoe.adapters.deepseek_v4.hyper import HyperConnection, StreamHead
     from tieredmoe.adapters.deepseek_v4.moe import ExpertLayer
     from tieredmoe.adapters.deepseek_v4.state import LayerState
-    from tieredmoe.adapters.norm import Norm
+    from tieredmoe.adapters.embedding import Embedding
     from tieredmoe.adapters.protocol import ExpertProvider, LogitRows
-    from tieredmoe.moe.linear import PackedLinear
+    from tieredmoe.adapters.streamed_layers import StreamedLayers
+    from tieredmoe.moe.linear import Linear
 
 
 @attrs.frozen(eq=False)
 class Layer:
-    """One layer: two sub-blocks, each with its hyper-connection and the norm of its input."""
+    """One layer: two sub-blocks, each behind its hyper-connection."""
 
     attention_streams: HyperConnection
-    attention_norm: Norm
     attention: Attention
     expert_streams: HyperConnection
-    expert_norm: Norm
     experts: ExpertLayer
 
 
@@ -40,12 +41,11 @@ class Head:
     """From the streams after the last layer to logits."""
 
     streams: StreamHead
-    norm: Norm
-    output: PackedLinear
+    output: Linear
 
     def __call__(self, streams: torch.Tensor) -> torch.Tensor:
         """``streams`` [T, n, H] to logits [T, vocab]."""
-        return self.output(self.norm(self.streams(streams)))
+        return self.output(self.streams(streams))
 
 
 class DeepSeekV4Model:
@@ -58,11 +58,13 @@ class DeepSeekV4Model:
         self,
         config: DeepSeekV4Config,
         *,
-        embedding: PackedLinear,
+        embedding: Embedding,
         layers: Sequence[Layer],
         head: Head,
+        streamed: StreamedLayers,
         device: torch.device,
     ) -> None:
+        self.streamed = streamed
         self._config = config
         self._embedding = embedding
         self._layers = tuple(layers)
@@ -85,6 +87,21 @@ class DeepSeekV4Model:
             n_context_max=self._config.context_length,
         )
 
+    def new_decode_step(self, n_capacity: int) -> DeepSeekV4Step:
+        """A step of no sequence yet, with room for ``n_capacity`` tokens, on the model's device."""
+        return DeepSeekV4Step(
+            self._config,
+            embedding=self._embedding,
+            layers=self._layers,
+            head=self._head,
+            streamed=self.streamed,
+            operations=operations_for(
+                self._config.attention, self._head.output, device=self._device
+            ),
+            n_capacity=n_capacity,
+            device=self._device,
+        )
+
     async def forward(
         self,
         tokens: torch.Tensor,
@@ -103,25 +120,27 @@ class DeepSeekV4Model:
         n_new, start = tokens.shape[0], state.n_tokens
         require_step_tokens(tokens, self._config.vocab_size)
         state.check_room(n_new)
+        x = self._embedding.rows(tokens)
         tokens = tokens.to(self._device)
         positions = torch.arange(start, start + n_new, device=self._device)
         angles = {
             rope: rope.at(positions) for rope in {layer.attention.rope for layer in self._layers}
         }
 
-        x = self._embedding.rows(tokens)
         streams = x.unsqueeze(1).expand(-1, self._config.streams.n_streams, -1)
         after = []
-        for layer, layer_state in zip(self._layers, state.layers, strict=True):
+        for number, (layer, layer_state) in enumerate(zip(self._layers, state.layers, strict=True)):
+            self.streamed.before(number)
             mixed = layer.attention_streams.split(streams)
             y, layer_after = layer.attention(
-                layer.attention_norm(mixed.x), start, angles[layer.attention.rope], layer_state
+                mixed.x, start, angles[layer.attention.rope], layer_state
             )
             streams = layer.attention_streams.join(streams, y, mixed)
 
             mixed = layer.expert_streams.split(streams)
-            y = await layer.experts(layer.expert_norm(mixed.x), tokens, experts)
+            y = await layer.experts(mixed.x, tokens, experts)
             streams = layer.expert_streams.join(streams, y, mixed)
+            self.streamed.after(number)
             after.append(layer_after)
 
         if logits == "none":

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch.nn import functional
 
-from tieredmoe.adapters.routed_experts import run_routed
 from tieredmoe.adapters.routing import Routing, choose, chosen_weights
 
 if TYPE_CHECKING:
@@ -18,59 +17,63 @@ if TYPE_CHECKING:
 
     from tieredmoe.adapters.gated_mlp import GatedMLP
     from tieredmoe.adapters.protocol import ExpertProvider
-    from tieredmoe.moe.linear import PackedLinear
-    from tieredmoe.moe.reference import Activation
+    from tieredmoe.moe.activation import FusedActivation
+    from tieredmoe.moe.linear import Linear
 
 
 class Router(Protocol):
-    """Chooses ``top_k`` experts for each token."""
+    """Chooses ``top_k`` experts for each token; ``gate`` [E, H] makes logits of its input."""
 
-    def __call__(self, v: torch.Tensor, tokens: torch.Tensor) -> Routing:
-        """From normed input ``v`` [T, H] and the tokens' ids [T]."""
+    @property
+    def gate(self) -> Linear:
+        """From normed input to logits."""
+
+    def choose(self, logits: torch.Tensor, tokens: torch.Tensor) -> Routing:
+        """From the gate's ``logits`` [T, E] and the tokens' ids [T]."""
 
 
 class ScoreRouter:
     """The ``k`` experts of highest biased score; ``gate`` [E, H], ``bias`` [E]."""
 
-    def __init__(self, gate: PackedLinear, bias: torch.Tensor, *, k: int, scale: float) -> None:
-        self._gate = gate
-        self._bias = bias
-        self._k = k
-        self._scale = scale
+    def __init__(self, gate: Linear, bias: torch.Tensor, *, k: int, scale: float) -> None:
+        self.gate = gate
+        self.bias = bias
+        self.k = k
+        self.scale = scale
 
-    def __call__(self, v: torch.Tensor, tokens: torch.Tensor) -> Routing:  # noqa: ARG002 (Router's)
+    def choose(self, logits: torch.Tensor, tokens: torch.Tensor) -> Routing:  # noqa: ARG002 (Router's)
         """The same whatever the tokens' ids."""
-        return choose(_scores(self._gate, v), self._bias, k=self._k, scale=self._scale)
+        return choose(_scores(logits), self.bias, k=self.k, scale=self.scale)
 
 
 class HashRouter:
     """The experts that ``table`` [vocab, k] has for the token id; ``gate`` [E, H] weighs them."""
 
-    def __init__(self, gate: PackedLinear, table: torch.Tensor, *, scale: float) -> None:
-        self._gate = gate
-        self._table = table
-        self._scale = scale
+    def __init__(self, gate: Linear, table: torch.Tensor, *, scale: float) -> None:
+        self.gate = gate
+        self.table = table
+        self.scale = scale
 
-    def __call__(self, v: torch.Tensor, tokens: torch.Tensor) -> Routing:
+    def choose(self, logits: torch.Tensor, tokens: torch.Tensor) -> Routing:
         """The choice is known before the layer runs; the weights are not."""
-        ids = self._table[tokens]
-        return Routing(ids, chosen_weights(_scores(self._gate, v), ids, scale=self._scale))
+        ids = self.table[tokens]
+        return Routing(ids, chosen_weights(_scores(logits), ids, scale=self.scale))
 
 
-def _scores(gate: PackedLinear, v: torch.Tensor) -> torch.Tensor:
-    return functional.softplus(gate(v)).sqrt()
+def _scores(logits: torch.Tensor) -> torch.Tensor:
+    return functional.softplus(logits).sqrt()
 
 
 class ExpertLayer:
     """Layer ``layer``'s routed and shared experts; ``activation`` is the routed ones'."""
 
     def __init__(
-        self, layer: int, router: Router, shared: GatedMLP, activation: Activation
+        self, layer: int, router: Router, shared: GatedMLP, activation: FusedActivation
     ) -> None:
         self._layer = layer
-        self._router = router
-        self._shared = shared
-        self._activation = activation
+        self.router = router
+        self.shared = shared
+        self.activation = activation
 
     async def __call__(
         self, v: torch.Tensor, tokens: torch.Tensor, experts: ExpertProvider
@@ -80,8 +83,8 @@ class ExpertLayer:
         Every expert chosen is executed, whatever order they come in. Cancelling it gives back what
         the provider has lent.
         """
-        routing = self._router(v, tokens)
-        routed, shared = await run_routed(
-            self._layer, v, routing, self._activation, experts, meanwhile=lambda: self._shared(v)
+        routing = self.router.choose(self.router.gate(v), tokens)
+        routed, shared = await experts.run(
+            self._layer, v, routing, self.activation, meanwhile=lambda: self.shared(v)
         )
         return routed + shared

@@ -46,6 +46,14 @@ BlockKeys = Callable[[int, int], Keys]
 class Past(Protocol):
     """The compressed past of one layer."""
 
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """What makes its rows, then what makes its indexer's if it has one."""
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """What picks among the rows; None where all are seen."""
+
     def new_state(self, n_context: int) -> tuple[CompressorState, ...]:
         """The states before the first token of a sequence of at most ``n_context``."""
 
@@ -66,6 +74,8 @@ class HeavilyCompressedPast:
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
+        self.compressors = (compressor,)
+        self.indexer = None
 
     def new_state(self, n_context: int) -> tuple[CompressorState, ...]:
         """One state, the compressor's."""
@@ -97,15 +107,13 @@ class SparsePast:
 
     def __init__(self, compressor: Compressor, indexer: Indexer, *, head_dim: int) -> None:
         self._compressor = compressor
-        self._indexer = indexer
+        self.compressors = (compressor, indexer.compressor)
+        self.indexer = indexer
         self._head_dim = head_dim
 
     def new_state(self, n_context: int) -> tuple[CompressorState, ...]:
         """Two states, the compressor's and the indexer's."""
-        return tuple(
-            compressor.new_state(n_context)
-            for compressor in (self._compressor, self._indexer.compressor)
-        )
+        return tuple(compressor.new_state(n_context) for compressor in self.compressors)
 
     def advance(
         self, chunk: Chunk, states: tuple[CompressorState, ...]
@@ -113,20 +121,20 @@ class SparsePast:
         """Close the windows that ``chunk`` fills, for the attention and for the indexer."""
         return (
             self._compressor.advance(chunk.u, states[0]),
-            self._indexer.compressor.advance(chunk.u, states[1]),
+            self.indexer.compressor.advance(chunk.u, states[1]),
         )
 
     def block_keys(self, chunk: Chunk, states: tuple[CompressorState, ...]) -> BlockKeys:
         """All visible rows while there are no more than the indexer may pick, then its picks."""
-        queries = self._indexer.queries(chunk.u, chunk.qr, chunk.angles)
+        queries = self.indexer.queries(chunk.u, chunk.qr, chunk.angles)
         rows, index_rows = (state.rows for state in states)
         ratio = self._compressor.ratio
 
         def keys(a: int, b: int) -> Keys:
             n, visible = _visible(chunk, a, b, ratio)
-            if n <= self._indexer.n_picks:
+            if n <= self.indexer.n_picks:
                 return Keys(rows.first(n), visible)
-            picks = self._indexer.pick(queries.part(a, b), index_rows.first(n), visible)
+            picks = self.indexer.pick(queries.part(a, b), index_rows.first(n), visible)
             picked_visible = None if visible is None else visible.gather(1, picks)
             return Keys(rows.first(n)[picks], picked_visible)
 
@@ -135,10 +143,10 @@ class SparsePast:
     def floats_per_query(self, n_tokens: int, *, n_heads: int) -> int:
         """A score for each head and row; with picking, the picked rows and the indexer's scores."""
         n_rows = n_tokens // self._compressor.ratio
-        n_picks = self._indexer.n_picks
+        n_picks = self.indexer.n_picks
         if n_rows <= n_picks:
             return n_heads * n_rows
-        return n_picks * (n_heads + self._head_dim) + n_rows * self._indexer.n_heads
+        return n_picks * (n_heads + self._head_dim) + n_rows * self.indexer.n_heads
 
 
 def _visible(chunk: Chunk, a: int, b: int, ratio: int) -> tuple[int, torch.Tensor | None]:

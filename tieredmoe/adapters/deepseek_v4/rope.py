@@ -46,7 +46,7 @@ class Rope:
     """A table of frequencies, float32 [rope_dim / 2]."""
 
     def __init__(self, frequencies: torch.Tensor) -> None:
-        self._frequencies = frequencies
+        self.frequencies = frequencies
 
     @classmethod
     def plain(cls, config: RopeConfig, device: torch.device) -> Rope:
@@ -77,7 +77,7 @@ class Rope:
 
     def at(self, positions: torch.Tensor) -> Angles:
         """The angles at ``positions`` (integers [T])."""
-        angles = positions.float().unsqueeze(1) * self._frequencies
+        angles = positions.float().unsqueeze(1) * self.frequencies
         return Angles(torch.polar(torch.ones_like(angles), angles))
 
 

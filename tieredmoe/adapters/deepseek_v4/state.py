@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class CompressorState:
     """One compressor: the ``rows`` it has emitted, and the tokens of its window still open.
 
-    ``values`` and ``gates`` are [m, width] for the m tokens of the open window. Overlapping windows
-    also need the last closed one: ``last_values`` and ``last_gates`` [ratio, d] (the position bias
-    added), before the first window zeros and -inf; empty without overlap.
+    ``values`` and ``gates`` are [m, width] for the m tokens of the open window, the position bias
+    added to the gates. Overlapping windows also need the last closed one: ``last_values`` and
+    ``last_gates`` [ratio, d], before the first window zeros and -inf; empty without overlap.
     """
 
     rows: Rows

@@ -28,16 +28,29 @@ def dense_shapes(config: DeepSeekV4Config) -> Shapes:
         "output.weight": (config.vocab_size, H),
     }
     for layer in range(config.n_layers):
+        ratio = config.attention.compress_ratios[layer]
         names = {
             **_streams(config),
-            **_attention(config),
-            **_compressors(config, config.attention.compress_ratios[layer]),
+            # What reads the same vector follows each other: it may be multiplied as one.
+            **_attention_inputs(config),
+            **_compressors(config, ratio),
+            **_queries(config, ratio),
+            **_attention_outputs(config),
             **_experts(config),
         }
         if layer >= config.experts.n_hash_layers:
             names["exp_probs_b.bias"] = (config.experts.n_experts,)
         shapes.update({f"blk.{layer}.{name}": shape for name, shape in names.items()})
     return shapes
+
+
+def matrix_names(config: DeepSeekV4Config) -> frozenset[str]:
+    """Those of ``dense_shapes`` that stay in their quantised bytes; all others become floats."""
+    return frozenset(
+        name
+        for name, shape in dense_shapes(config).items()
+        if len(shape) == 2 and not name.endswith(("_ape.weight", "_fn.weight"))
+    )
 
 
 def table_shapes(config: DeepSeekV4Config) -> Shapes:
@@ -71,18 +84,14 @@ def _streams(config: DeepSeekV4Config) -> Shapes:
     return shapes
 
 
-def _attention(config: DeepSeekV4Config) -> Shapes:
+def _attention_inputs(config: DeepSeekV4Config) -> Shapes:
     H, sizes = config.hidden_size, config.attention
-    n_query, n_low = sizes.n_heads * sizes.head_dim, sizes.output_groups * sizes.output_lora_rank
     return {
         "attn_q_a.weight": (sizes.q_lora_rank, H),
-        "attn_q_a_norm.weight": (sizes.q_lora_rank,),
-        "attn_q_b.weight": (n_query, sizes.q_lora_rank),
         "attn_kv.weight": (sizes.head_dim, H),
+        "attn_q_a_norm.weight": (sizes.q_lora_rank,),
         "attn_kv_a_norm.weight": (sizes.head_dim,),
         "attn_sinks.weight": (sizes.n_heads,),
-        "attn_output_a.weight": (n_low, n_query // sizes.output_groups),
-        "attn_output_b.weight": (H, n_low),
     }
 
 
@@ -90,24 +99,36 @@ def _compressors(config: DeepSeekV4Config, ratio: int) -> Shapes:
     H, sizes = config.hidden_size, config.attention
     if ratio == SLIDING:
         return {}
-    if ratio != CSA:
-        return _compressor("attn", H, sizes.head_dim, ratio=ratio, n_halves=1)
-    return {
-        **_compressor("attn", H, sizes.head_dim, ratio=ratio, n_halves=2),
-        **_compressor("indexer", H, sizes.indexer_dim, ratio=ratio, n_halves=2),
-        "indexer.attn_q_b.weight": (sizes.indexer_heads * sizes.indexer_dim, sizes.q_lora_rank),
-        "indexer.proj.weight": (sizes.indexer_heads, H),
-    }
+    n_halves = 2 if ratio == CSA else 1  # with overlap: one value for the next window, too
+    owners = {"attn": sizes.head_dim, **({"indexer": sizes.indexer_dim} if ratio == CSA else {})}
+    shapes: Shapes = {}
+    for owner, dim in owners.items():
+        shapes[f"{owner}_compressor_kv.weight"] = (n_halves * dim, H)
+        shapes[f"{owner}_compressor_gate.weight"] = (n_halves * dim, H)
+    if ratio == CSA:
+        shapes["indexer.proj.weight"] = (sizes.indexer_heads, H)
+    for owner, dim in owners.items():
+        shapes[f"{owner}_compressor_ape.weight"] = (ratio, n_halves * dim)
+        shapes[f"{owner}_compressor_norm.weight"] = (dim,)
+    return shapes
 
 
-def _compressor(owner: str, H: int, dim: int, *, ratio: int, n_halves: int) -> Shapes:
-    """``n_halves`` is 2 where windows overlap: a value for the next window, one for its own."""
-    width = n_halves * dim
+def _queries(config: DeepSeekV4Config, ratio: int) -> Shapes:
+    sizes = config.attention
+    R = sizes.q_lora_rank
+    shapes: Shapes = {"attn_q_b.weight": (sizes.n_heads * sizes.head_dim, R)}
+    if ratio == CSA:
+        shapes["indexer.attn_q_b.weight"] = (sizes.indexer_heads * sizes.indexer_dim, R)
+    return shapes
+
+
+def _attention_outputs(config: DeepSeekV4Config) -> Shapes:
+    H, sizes = config.hidden_size, config.attention
+    n_low = sizes.output_groups * sizes.output_lora_rank
+    n_group = sizes.n_heads * sizes.head_dim // sizes.output_groups
     return {
-        f"{owner}_compressor_kv.weight": (width, H),
-        f"{owner}_compressor_gate.weight": (width, H),
-        f"{owner}_compressor_ape.weight": (ratio, width),
-        f"{owner}_compressor_norm.weight": (dim,),
+        "attn_output_a.weight": (n_low, n_group),
+        "attn_output_b.weight": (H, n_low),
     }
 
 

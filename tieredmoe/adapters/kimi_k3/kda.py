@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from tieredmoe.adapters.kimi_k3.delta_rule import Inputs, delta_rule, sub_chunk_length
 from tieredmoe.adapters.kimi_k3.state import KdaState
-from tieredmoe.adapters.norm import rms_norm
 
 if TYPE_CHECKING:
-    from tieredmoe.adapters.kimi_k3.config import KimiK3Config
-    from tieredmoe.moe.linear import PackedLinear
+    from tieredmoe.adapters.kimi_k3.config import KdaConfig, KimiK3Config
+    from tieredmoe.adapters.norm import RmsNorm
+    from tieredmoe.moe.linear import Linear
 
-_UNIT_EPS = 1e-6
+UNIT_EPS = 1e-6
 """Added to the sum of squares of a query or key, not to their mean (ml-explore/mlx-lm#1624)."""
 
 
@@ -31,18 +31,18 @@ class KdaWeights:
     token's; ``negative_rates`` [heads] is the file's ``ssm_a``, which is ``-exp(A_log)`` already.
     """
 
-    q: PackedLinear
-    k: PackedLinear
-    v: PackedLinear
+    q: Linear
+    k: Linear
+    v: Linear
     convolution: torch.Tensor
-    decay_a: PackedLinear
-    decay_b: PackedLinear
+    decay_a: Linear
+    decay_b: Linear
     decay_bias: torch.Tensor
     negative_rates: torch.Tensor
-    strength: PackedLinear
-    gate: PackedLinear
-    norm: torch.Tensor
-    output: PackedLinear
+    strength: Linear
+    gate: Linear
+    norm: RmsNorm
+    output: Linear
 
 
 class KimiDeltaAttention:
@@ -51,12 +51,16 @@ class KimiDeltaAttention:
     def __init__(self, weights: KdaWeights, config: KimiK3Config) -> None:
         self._w = weights
         self._config = config.kda
-        self._norm = rms_norm(weights.norm, config.rms_eps)
         self._n_sub_chunk = sub_chunk_length(config.kda.gate_lower_bound)
+
+    @property
+    def weights(self) -> KdaWeights:
+        """Its weights."""
+        return self._w
 
     def new_state(self, n_context: int) -> KdaState:  # noqa: ARG002 (as of the other attention)
         """The state before the first token."""
-        kda, like = self._config, self._w.norm
+        kda, like = self._config, self._w.norm.weight
         return KdaState(
             memory=like.new_zeros((kda.n_heads, kda.head_dim, kda.head_dim)),
             window=like.new_zeros((kda.conv_kernel - 1, 3 * kda.width)),
@@ -67,20 +71,12 @@ class KimiDeltaAttention:
 
         Returns float32 [T, H] and the state after the tokens; ``state`` is left as it was.
         """
-        w, heads = self._w, (self._config.n_heads, self._config.head_dim)
+        w = self._w
         streams, window = self._convolved(x, state.window)
-        q, k, v = (s.unflatten(1, heads).transpose(0, 1) for s in streams.chunk(3, dim=1))
-        inputs = Inputs(
-            q=_unit(q) * self._config.head_dim**-0.5,
-            k=_unit(k),
-            v=v,
-            g=self._log_decays(x),
-            beta=w.strength(x).sigmoid().T,
-        )
+        decays = w.decay_b(w.decay_a(x))
+        inputs = recurrence_inputs(streams, decays, w.strength(x), w, self._config)
         out, memory = delta_rule(inputs, state.memory, n_sub_chunk=self._n_sub_chunk)
-        gate = w.gate(x).sigmoid()
-        gated = self._norm(out).transpose(0, 1).flatten(1) * gate
-        return w.output(gated), KdaState(memory, window)
+        return w.output(gated_heads(out, w.gate(x), w.norm)), KdaState(memory, window)
 
     def _convolved(
         self, x: torch.Tensor, window: torch.Tensor
@@ -94,14 +90,36 @@ class KimiDeltaAttention:
         # Cloned, so that a state does not keep a whole chunk for its last few tokens.
         return functional.silu(total), inputs[n_new:].clone()
 
-    def _log_decays(self, x: torch.Tensor) -> torch.Tensor:
-        """How each head and key channel decays, float32 [heads, T, key], in (lower bound, 0)."""
-        w, kda = self._w, self._config
-        f = w.decay_b(w.decay_a(x)) + w.decay_bias
-        rates = -w.negative_rates.view(1, -1, 1)
-        gates = (rates * f.view(-1, kda.n_heads, kda.head_dim)).sigmoid()
-        return kda.gate_lower_bound * gates.transpose(0, 1)
+
+def recurrence_inputs(
+    streams: torch.Tensor,
+    decays: torch.Tensor,
+    strengths: torch.Tensor,
+    weights: KdaWeights,
+    config: KdaConfig,
+) -> Inputs:
+    """What the recurrence takes, from the convolved q, k and v side by side, ``streams``.
+
+    ``decays`` [T, width] and ``strengths`` [T, heads] are what their matrices give.
+    """
+    heads = (config.n_heads, config.head_dim)
+    q, k, v = (s.unflatten(1, heads).transpose(0, 1) for s in streams.chunk(3, dim=1))
+    rates = -weights.negative_rates.view(1, -1, 1)
+    # Log-decays of each head and key channel are within (lower bound, 0).
+    gates = (rates * (decays + weights.decay_bias).unflatten(1, heads)).sigmoid()
+    return Inputs(
+        q=_unit(q) * config.head_dim**-0.5,
+        k=_unit(k),
+        v=v,
+        g=config.gate_lower_bound * gates.transpose(0, 1),
+        beta=strengths.sigmoid().T,
+    )
+
+
+def gated_heads(out: torch.Tensor, gate: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    """The recurrence's outputs [heads, T, value], normed and gated: float32 [T, width]."""
+    return norm(out).transpose(0, 1).flatten(1) * gate.sigmoid()
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + _UNIT_EPS).rsqrt()
+    return x * (x.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from tieredmoe.adapters.decode_seat import step_capacity
 from tieredmoe.adapters.dense_tensors import DenseTensors
 from tieredmoe.adapters.gated_mlp import GatedMLP
 from tieredmoe.adapters.kimi_k3.answer import AnswerDecoder
@@ -19,21 +20,25 @@ from tieredmoe.adapters.kimi_k3.feed_forward import (
 )
 from tieredmoe.adapters.kimi_k3.heads import HeadMatrices
 from tieredmoe.adapters.kimi_k3.kda import KdaWeights, KimiDeltaAttention
+from tieredmoe.adapters.kimi_k3.memory_needs import activation_nbytes, state_nbytes
 from tieredmoe.adapters.kimi_k3.mla import LatentAttention, MlaWeights
 from tieredmoe.adapters.kimi_k3.model import Head, KimiK3Model, Layer
-from tieredmoe.adapters.kimi_k3.situ import situ
-from tieredmoe.adapters.kimi_k3.tensors import dense_shapes, expert_shapes
+from tieredmoe.adapters.kimi_k3.static_state import static_nbytes
+from tieredmoe.adapters.kimi_k3.tensors import dense_shapes, expert_shapes, matrix_names
 from tieredmoe.adapters.metadata_ranges import constant_fault
+from tieredmoe.adapters.model_needs import ModelNeeds, planned_context
 from tieredmoe.adapters.norm import rms_norm
 from tieredmoe.errors import ConfigError
+from tieredmoe.moe.activation import SiTU
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tieredmoe.adapters.chat import Message
     from tieredmoe.adapters.kimi_k3.feed_forward import FeedForward
-    from tieredmoe.adapters.norm import Norm
+    from tieredmoe.adapters.norm import RmsNorm
     from tieredmoe.adapters.protocol import Progress
+    from tieredmoe.adapters.streamed_layers import StreamedLayers
     from tieredmoe.adapters.tokenizer import Tokenizer
     from tieredmoe.gguf.tensors import TensorSource
 
@@ -56,25 +61,51 @@ class KimiK3Adapter:
 
     def check(self, source: TensorSource) -> None:
         """Raise what ``load`` would raise of ``source``, without reading a weight."""
-        _dense_tensors(source, self._config(source), torch.device("cpu"))
+        _dense_tensors(source, self._config(source), device=torch.device("cpu"))
+
+    def needs(
+        self, source: TensorSource, *, n_context: int | None, chunk_length: int
+    ) -> ModelNeeds:
+        """The memory that the model of ``source`` takes beside its experts; reads no weight."""
+        config = self._config(source)
+        n_context = planned_context(n_context, most=config.context_length)
+        return ModelNeeds(
+            n_context=n_context,
+            chunk_length=chunk_length,
+            dense=_dense_tensors(source, config, device=torch.device("cpu")).sizes,
+            state_nbytes=state_nbytes(config, n_context),
+            step_nbytes=static_nbytes(config, step_capacity(n_context)),
+            activation_nbytes=activation_nbytes(config, n_tokens=chunk_length, n_context=n_context),
+            logits_nbytes=2 * 4 * config.vocab_size,
+        )
 
     def load(
-        self, source: TensorSource, *, device: torch.device, progress: Progress | None = None
+        self,
+        source: TensorSource,
+        *,
+        device: torch.device,
+        streamed: StreamedLayers | None = None,
+        progress: Progress | None = None,
     ) -> KimiK3Model:
         """Read the dense weights of ``source`` onto ``device``; routed experts are left alone.
+
+        The matrices of the layers in ``streamed`` go there, and stay the caller's to close.
 
         They stay in their quantised bytes. Raises ``MetadataError`` listing everything that is
         missing or contradictory (keys, or tensors and shapes) before any weight is read, and
         ``UnsupportedModelError`` listing tensors of a type that cannot be used.
         """
         config = self._config(source)
-        tensors = _dense_tensors(source, config, device, progress)
+        tensors = _dense_tensors(
+            source, config, device=device, streamed=streamed, progress=progress
+        )
         builder = _Builder(config, tensors)
         return KimiK3Model(
             config,
-            embedding=tensors.matrix("token_embd.weight"),
+            embedding=tensors.embedding(),
             layers=[builder.layer(layer) for layer in range(config.n_layers)],
             head=builder.head(),
+            streamed=tensors.streamed,
             device=device,
         )
 
@@ -107,15 +138,19 @@ class KimiK3Adapter:
 def _dense_tensors(
     source: TensorSource,
     config: KimiK3Config,
+    *,
     device: torch.device,
+    streamed: StreamedLayers | None = None,
     progress: Progress | None = None,
 ) -> DenseTensors:
     return DenseTensors(
         source,
         floats=dense_shapes(config),
+        matrices=matrix_names(config),
         integers={},
         others=expert_shapes(config),
         device=device,
+        streamed=streamed,
         progress=progress,
     )
 
@@ -126,7 +161,7 @@ class _Builder:
     def __init__(self, config: KimiK3Config, tensors: DenseTensors) -> None:
         self._config = config
         self._tensors = tensors
-        self._situ = situ(beta=config.ffn.situ_beta, linear_beta=config.ffn.situ_linear_beta)
+        self._situ = SiTU(beta=config.ffn.situ_beta, linear_beta=config.ffn.situ_linear_beta)
 
     def head(self) -> Head:
         """What comes after the last layer."""
@@ -162,20 +197,19 @@ class _Builder:
             negative_rates=values(f"{prefix}.ssm_a"),
             strength=matrix(f"{prefix}.ssm_beta.weight"),
             gate=matrix(f"{prefix}.ssm_g.weight"),
-            norm=values(f"{prefix}.ssm_norm.weight"),
+            norm=self._norm(f"{prefix}.ssm_norm.weight"),
             output=matrix(f"{prefix}.attn_output.weight"),
         )
         return KimiDeltaAttention(weights, self._config)
 
     def _mla(self, prefix: str) -> LatentAttention:
-        matrix, values = self._tensors.matrix, self._tensors.values
-        n_heads = self._config.mla.n_heads
+        matrix, n_heads = self._tensors.matrix, self._config.mla.n_heads
         weights = MlaWeights(
             q_a=matrix(f"{prefix}.attn_q_a.weight"),
-            q_a_norm=values(f"{prefix}.attn_q_a_norm.weight"),
+            q_a_norm=self._latent_norm(f"{prefix}.attn_q_a_norm.weight"),
             q_b=matrix(f"{prefix}.attn_q_b.weight"),
             kv_a=matrix(f"{prefix}.attn_kv_a_mqa.weight"),
-            kv_a_norm=values(f"{prefix}.attn_kv_a_norm.weight"),
+            kv_a_norm=self._latent_norm(f"{prefix}.attn_kv_a_norm.weight"),
             keys=HeadMatrices(matrix(f"{prefix}.attn_k_b.weight"), n_heads),
             values=HeadMatrices(matrix(f"{prefix}.attn_v_b.weight"), n_heads),
             gate=matrix(f"{prefix}.attn_gate.weight"),
@@ -209,5 +243,8 @@ class _Builder:
         )
         return GatedMLP(gate, up, down, self._situ)
 
-    def _norm(self, name: str) -> Norm:
+    def _norm(self, name: str) -> RmsNorm:
         return rms_norm(self._tensors.values(name), self._config.rms_eps)
+
+    def _latent_norm(self, name: str) -> RmsNorm:
+        return rms_norm(self._tensors.values(name), self._config.mla.latent_eps)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from tieredmoe.adapters.norm import rms_norm
 from tieredmoe.adapters.rows import Rows
 
 if TYPE_CHECKING:
     from tieredmoe.adapters.kimi_k3.config import KimiK3Config
     from tieredmoe.adapters.kimi_k3.heads import HeadMatrices
-    from tieredmoe.moe.linear import PackedLinear
+    from tieredmoe.adapters.norm import RmsNorm
+    from tieredmoe.moe.linear import Linear
 
 _SCRATCH_FLOATS = 2**24
 """Floats (64 MiB) that the scores of a block of queries may take."""
@@ -28,21 +28,21 @@ _SCRATCH_FLOATS = 2**24
 
 @attrs.frozen(eq=False, kw_only=True)
 class MlaWeights:
-    """The weights of one layer, small ones as float32.
+    """The weights of one layer; the norms' epsilon is that of the latents.
 
     ``keys`` takes a head's query to the latents' space (the file's ``attn_k_b``, stored transposed
     for this), ``values`` a latent to the head's value.
     """
 
-    q_a: PackedLinear
-    q_a_norm: torch.Tensor
-    q_b: PackedLinear
-    kv_a: PackedLinear
-    kv_a_norm: torch.Tensor
+    q_a: Linear
+    q_a_norm: RmsNorm
+    q_b: Linear
+    kv_a: Linear
+    kv_a_norm: RmsNorm
     keys: HeadMatrices
     values: HeadMatrices
-    gate: PackedLinear
-    output: PackedLinear
+    gate: Linear
+    output: Linear
 
 
 class LatentAttention:
@@ -51,12 +51,15 @@ class LatentAttention:
     def __init__(self, weights: MlaWeights, config: KimiK3Config) -> None:
         self._w = weights
         self._config = config.mla
-        self._q_a_norm = rms_norm(weights.q_a_norm, config.mla.latent_eps)
-        self._kv_a_norm = rms_norm(weights.kv_a_norm, config.mla.latent_eps)
+
+    @property
+    def weights(self) -> MlaWeights:
+        """Its weights."""
+        return self._w
 
     def new_state(self, n_context: int) -> Rows:
         """The state before the first token of a sequence of at most ``n_context``."""
-        device = self._w.kv_a_norm.device
+        device = self._w.kv_a_norm.weight.device
         return Rows.empty(self._config.row_width, n_context=n_context, device=device)
 
     def __call__(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
@@ -66,9 +69,9 @@ class LatentAttention:
         """
         w, mla = self._w, self._config
         latents, shared_keys = w.kv_a(x).split((mla.kv_lora_rank, mla.shared_dim), dim=1)
-        after = state.append(torch.cat((self._kv_a_norm(latents), shared_keys), dim=1))
+        after = state.append(torch.cat((w.kv_a_norm(latents), shared_keys), dim=1))
 
-        q = w.q_b(self._q_a_norm(w.q_a(x))).unflatten(1, (mla.n_heads, mla.key_dim))
+        q = w.q_b(w.q_a_norm(w.q_a(x))).unflatten(1, (mla.n_heads, mla.key_dim))
         own, shared = q.split((mla.own_dim, mla.shared_dim), dim=2)
         queries = torch.cat((w.keys(own), shared), dim=2)
         out = w.values(self._attend(queries, after))

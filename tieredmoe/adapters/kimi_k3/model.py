@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 
 from tieredmoe.adapters.decode_state import DecodeState
+from tieredmoe.adapters.kimi_k3.decode import KimiK3Step
+from tieredmoe.adapters.kimi_k3.operations_choice import operations_for
 from tieredmoe.adapters.kimi_k3.residuals import Bank
 from tieredmoe.adapters.tokens import require_step_tokens
 
@@ -15,13 +17,15 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tieredmoe.adapters.embedding import Embedding
     from tieredmoe.adapters.kimi_k3.config import KimiK3Config
     from tieredmoe.adapters.kimi_k3.feed_forward import FeedForward
     from tieredmoe.adapters.kimi_k3.state import KdaState
-    from tieredmoe.adapters.norm import Norm
+    from tieredmoe.adapters.norm import RmsNorm
     from tieredmoe.adapters.protocol import ExpertProvider, LogitRows
     from tieredmoe.adapters.rows import Rows
-    from tieredmoe.moe.linear import PackedLinear
+    from tieredmoe.adapters.streamed_layers import StreamedLayers
+    from tieredmoe.moe.linear import Linear
 
     State = DecodeState[KdaState | Rows]
 
@@ -41,10 +45,10 @@ class Layer:
     """One layer: two sub-blocks, each with the score of its residual mix and its input's norm."""
 
     attention_score: torch.Tensor
-    attention_norm: Norm
+    attention_norm: RmsNorm
     attention: Attention
     ffn_score: torch.Tensor
-    ffn_norm: Norm
+    ffn_norm: RmsNorm
     ffn: FeedForward
 
 
@@ -53,8 +57,8 @@ class Head:
     """From the last block's stream and the bank to logits."""
 
     score: torch.Tensor
-    norm: Norm
-    output: PackedLinear
+    norm: RmsNorm
+    output: Linear
 
 
 class KimiK3Model:
@@ -67,11 +71,13 @@ class KimiK3Model:
         self,
         config: KimiK3Config,
         *,
-        embedding: PackedLinear,
+        embedding: Embedding,
         layers: Sequence[Layer],
         head: Head,
+        streamed: StreamedLayers,
         device: torch.device,
     ) -> None:
+        self.streamed = streamed
         self._config = config
         self._embedding = embedding
         self._layers = tuple(layers)
@@ -94,6 +100,22 @@ class KimiK3Model:
             n_context_max=self._config.context_length,
         )
 
+    def new_decode_step(self, n_capacity: int) -> KimiK3Step:
+        """A step of no sequence yet, with room for ``n_capacity`` tokens, on the model's device.
+
+        Takes ``static_state.static_nbytes`` now, and little more.
+        """
+        return KimiK3Step(
+            self._config,
+            embedding=self._embedding,
+            layers=self._layers,
+            head=self._head,
+            streamed=self.streamed,
+            operations=operations_for(self._config, self._head.output, device=self._device),
+            n_capacity=n_capacity,
+            device=self._device,
+        )
+
     async def forward(
         self,
         tokens: torch.Tensor,
@@ -113,10 +135,11 @@ class KimiK3Model:
         require_step_tokens(tokens, self._config.vocab_size)
         state.check_room(n_new)
 
-        x = self._embedding.rows(tokens.to(self._device))
+        x = self._embedding.rows(tokens)
         bank = Bank(self._config.rms_eps)
         after = []
         for number, (layer, layer_state) in enumerate(zip(self._layers, state.layers, strict=True)):
+            self.streamed.before(number)
             starts_block = number % self._config.block_size == 0
             read = bank.mix(x, layer.attention_score)
             if starts_block:
@@ -125,6 +148,7 @@ class KimiK3Model:
             x = y if starts_block else x + y
             read = bank.mix(x, layer.ffn_score)
             x = x + await layer.ffn(layer.ffn_norm(read), experts)
+            self.streamed.after(number)
             after.append(layer_after)
 
         if logits == "none":

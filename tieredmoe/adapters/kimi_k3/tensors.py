@@ -36,6 +36,15 @@ def dense_shapes(config: KimiK3Config) -> Shapes:
     return shapes
 
 
+def matrix_names(config: KimiK3Config) -> frozenset[str]:
+    """Those of ``dense_shapes`` that stay in their quantised bytes; all others become floats."""
+    return frozenset(
+        name
+        for name, shape in dense_shapes(config).items()
+        if len(shape) == 2 and "ssm_conv1d" not in name
+    )
+
+
 def expert_shapes(config: KimiK3Config) -> Shapes:
     """The routed experts, which are not read with the dense weights."""
     ffn = config.ffn
@@ -51,18 +60,18 @@ def expert_shapes(config: KimiK3Config) -> Shapes:
 
 def _kda(config: KimiK3Config) -> Shapes:
     H, kda = config.hidden_size, config.kda
-    shapes: Shapes = {}
-    for stream in ("q", "k", "v"):
-        shapes[f"attn_{stream}.weight"] = (kda.width, H)
-        shapes[f"ssm_conv1d_{stream}.weight"] = (kda.width, kda.conv_kernel)
     return {
-        **shapes,
+        # What reads the same vector comes first and in one type, to lie back to back in memory.
+        "attn_q.weight": (kda.width, H),
+        "attn_k.weight": (kda.width, H),
+        "ssm_g.weight": (kda.width, H),
         "ssm_f_a.weight": (kda.head_dim, H),
+        "ssm_beta.weight": (kda.n_heads, H),
+        "attn_v.weight": (kda.width, H),
         "ssm_f_b.weight": (kda.width, kda.head_dim),
+        **{f"ssm_conv1d_{stream}.weight": (kda.width, kda.conv_kernel) for stream in "qkv"},
         "ssm_dt.bias": (kda.width,),
         "ssm_a": (kda.n_heads,),
-        "ssm_beta.weight": (kda.n_heads, H),
-        "ssm_g.weight": (kda.width, H),
         "ssm_norm.weight": (kda.head_dim,),
         "attn_output.weight": (H, kda.width),
     }
@@ -73,13 +82,13 @@ def _mla(config: KimiK3Config) -> Shapes:
     n_values = mla.n_heads * mla.value_dim
     return {
         "attn_q_a.weight": (mla.q_lora_rank, H),
-        "attn_q_a_norm.weight": (mla.q_lora_rank,),
-        "attn_q_b.weight": (mla.n_heads * mla.key_dim, mla.q_lora_rank),
         "attn_kv_a_mqa.weight": (mla.row_width, H),
-        "attn_kv_a_norm.weight": (mla.kv_lora_rank,),
+        "attn_gate.weight": (n_values, H),
+        "attn_q_b.weight": (mla.n_heads * mla.key_dim, mla.q_lora_rank),
         "attn_k_b.weight": (mla.n_heads * mla.kv_lora_rank, mla.own_dim),
         "attn_v_b.weight": (n_values, mla.kv_lora_rank),
-        "attn_gate.weight": (n_values, H),
+        "attn_q_a_norm.weight": (mla.q_lora_rank,),
+        "attn_kv_a_norm.weight": (mla.kv_lora_rank,),
         "attn_output.weight": (H, n_values),
     }
 

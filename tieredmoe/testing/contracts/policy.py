@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tieredmoe.policies.protocol import LearningPolicy, RememberingPolicy
 from tieredmoe.spec import ExpertKey
 
 if TYPE_CHECKING:
@@ -138,6 +139,42 @@ class PolicyContract:
             # A logarithm doubles from 100 to 10,000; a scan grows a hundredfold.
             assert large <= 2 * small + 100, f"{small} operations at 100 slots, {large} at 10,000"
 
+    def test_when_it_learns_changes_no_victim(self) -> None:
+        """Of a ``LearningPolicy``: settled after each step or by the next one, it is the same."""
+        orders = []
+        for settles in (False, True):
+            policy = self._filled(12)
+            if not isinstance(policy, LearningPolicy):
+                pytest.skip("it does not learn")
+            order = []
+            for i in range(60):
+                policy.step(1, [ExpertKey(1, i * i % 12)])
+                order.append(policy.victim())
+                if settles:
+                    policy.settle()
+            orders.append(order)
+        assert orders[0] == orders[1]
+
+    def test_what_it_remembers_another_recalls(self) -> None:
+        """Of a ``RememberingPolicy``: what was used most is the last to go, and is counted on."""
+        policy, recalling = self._filled(4), self.make_policy(n_slots=4, layers=LAYERS, top_k=2)
+        if not isinstance(policy, RememberingPolicy):
+            pytest.skip("it remembers nothing between runs")
+        assert isinstance(recalling, RememberingPolicy)
+        for i in range(40):
+            policy.step(1, [ExpertKey(1, 2 if i % 2 else 1)])
+        counts = policy.use_counts()
+        assert set(counts.by_heat()[:2]) == {ExpertKey(1, 1), ExpertKey(1, 2)}
+        recalling.recall(counts)
+        assert recalling.use_counts().by_heat() == counts.by_heat()
+        for expert in (2, 0, 1, 3):
+            recalling.admit(ExpertKey(1, expert))
+            recalling.release(ExpertKey(1, expert))
+        for _ in range(2):
+            victim = recalling.victim()
+            assert victim in {ExpertKey(1, 0), ExpertKey(1, 3)}
+            recalling.forget(victim)
+
     def _filled(self, n_slots: int) -> EvictionPolicy:
         """A policy whose slots hold evictable experts of layer 1, each used once."""
         policy = self.make_policy(n_slots=max(n_slots, 1), layers=LAYERS, top_k=2)
@@ -191,7 +228,7 @@ class PolicyLife(RuleBasedStateMachine):
                 self.pins[key] += 1
         for key in keys:
             if key not in self.pins:
-                if len(self.pins) == self.n_slots:
+                if len(self.pins) >= self.n_slots and 0 in self.pins.values():
                     self._evict()
                 self.policy.admit(key)
                 self.pins[key] = 1
@@ -217,6 +254,14 @@ class PolicyLife(RuleBasedStateMachine):
             self.policy.forget(key)
             self.cold.discard(key)
             del self.pins[key]
+
+    @rule(n_slots=st.integers(1, 8))
+    def resize(self, n_slots: int) -> None:
+        """Slots are given up or come back; those with keys that are held go later."""
+        self.n_slots = n_slots
+        self.policy.resize(n_slots)
+        while len(self.pins) > n_slots and 0 in self.pins.values():
+            self._evict()
 
     @rule()
     def evict_one(self) -> None:
