@@ -43,7 +43,8 @@ def make_model(folder: Path, nbytes: int) -> tuple[Path, dict[str, tuple[int, ..
     """A GGUF of large dense matrices, with one layer of tiny experts for form's sake."""
     rng = np.random.default_rng(0)
     matrix = rng.integers(0, 256, (N_ROWS, ROW_NBYTES), np.uint8)
-    names = [f"blk.0.dense_{i}.weight" for i in range(max(1, nbytes // matrix.nbytes))]
+    n_matrices = max(1, nbytes // matrix.nbytes - 1)
+    names = ["token_embd.weight", *(f"blk.0.dense_{i}.weight" for i in range(n_matrices))]
     tensors = [StoredTensor(name, matrix, Q8_0) for name in names]
     slab = rng.integers(0, 256, (2, 32, 34), np.uint8)
     tensors += [
@@ -80,9 +81,15 @@ def main() -> None:
 
         def load() -> None:
             loader = TensorLoader(open_virtual_pack(path), backend=args.backend)
-            device = torch.device("cpu")
-            tensors = DenseTensors(loader, floats=shapes, integers={}, others={}, device=device)
-            tensors.matrix(next(iter(shapes)))
+            tensors = DenseTensors(
+                loader,
+                floats=shapes,
+                matrices=shapes,
+                integers={},
+                others={},
+                device=torch.device("cpu"),
+            )
+            tensors.embedding()
 
         def read() -> None:
             pool = HostPool.allocate(N_PIECES * PIECE_NBYTES)

@@ -4,13 +4,20 @@
     blue?"
 
 runs from the GGUF as it is. With ``--pack DIR`` too, it is packed into it first, once; with
-``--pack DIR`` alone, a pack made before is run. Without either it makes a small random DeepSeek-V4
-under ``models/``, packs it and generates from the pack with a cache for half of its experts: the
-text is noise, everything else is real. The end of that run looks like this (the model is random, so
-its text is)::
+``--pack DIR`` alone, a pack made before is run. On a GPU (``--device``, by default one if there is
+any) it begins with a table of the memory that it will take.
 
+Without either it makes a small random DeepSeek-V4 under ``models/``, packs it and generates from
+the pack with a cache for half of its experts: the text is noise, everything else is real. The end
+of that run looks like this (the model is random, so its text is)::
+
+    memory of the host: 21.93 GiB free
+      dense weights         1.74 MiB
+      sequence              4.45 MiB  8192 tokens
+      scratch              59.44 MiB  prompts in chunks of 512 tokens
+      expert cache           768 KiB  48 slots of 16 KiB, 50.0% of all experts
+      left                 21.86 GiB  256 MiB of it in reserve
     96 routed experts of 16 KiB in 6 layers, top-3; cache: 48 slots, 768 KiB; reads: uring, direct
-    vram 768 KiB, reserve 256MiB
     ...
              tokens  tok/s  hit rate  GB read per token  evictions
     prefill      39  196.7        0%           0.000035         35
@@ -60,6 +67,7 @@ async def main(args: Namespace, prompt: str | list[int], console: Console) -> No
         half = find_experts(open_inventory(DEMO)).spec.nbytes // 2
         args.vram, args.reserve = args.vram or half, args.reserve or "256MiB"
     config = HierarchyConfig(
+        device=args.device,
         vram=args.vram or VRAM,
         reserve=args.reserve or RESERVE,
         backend="buffered" if args.buffered else "auto",
@@ -67,9 +75,9 @@ async def main(args: Namespace, prompt: str | list[int], console: Console) -> No
     )
     source = await source_of(args.gguf, args.pack, config, console)
     with bar(console, "loading") as progress:
-        model = await open_model(source, config, progress=progress)
+        model = await open_model(source, config, n_context=args.context, progress=progress)
     async with model:
-        describe(model, config, console)
+        describe(model, console)
         generation = model.generate(
             prompt,
             max_new_tokens=args.max_new_tokens,

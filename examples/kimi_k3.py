@@ -4,17 +4,23 @@
     blue?"
 
 runs from the 38 shards as they are. With ``--pack DIR`` too, they are packed into it first, once;
-with ``--pack DIR`` alone, a pack made before is run. The real model's dense weights take 23.9 GB of
-memory besides the cache: with the default cache of 5 GiB it wants a 32 GB card, and today, on the
-CPU, that much host memory. Such a cache is smaller than what one token needs: 449 slots for 1,472
-experts.
+with ``--pack DIR`` alone, a pack made before is run. On a GPU (``--device``, by default one if
+there is any) it begins with a table of the memory that it will take. The real model's dense weights
+are 23.9 GB: a card with 40 GB holds them beside the default cache of 5 GiB; on one with 24 or 32 GB
+some layers wait in host memory and stream, which the table says and prices. Such a cache is smaller
+than what one token needs: 449 slots for 1,472 experts.
 
 Without either it makes a small random Kimi-K3 of three shards under ``models/``, packs it and
 generates from the pack, with slots for half of the experts that one token needs. The text is noise,
 everything else is real. The end of that run looks like this (the model is random, so its text is)::
 
+    memory of the host: 20.93 GiB free
+      dense weights         1.86 MiB
+      sequence             18.43 MiB  4096 tokens
+      scratch              115.5 MiB  prompts in chunks of 512 tokens
+      expert cache           576 KiB  8 slots of 72 KiB, 12.5% of all experts
+      left                  20.8 GiB  256 MiB of it in reserve
     64 routed experts of 72 KiB in 4 layers, top-4; cache: 8 slots, 576 KiB; reads: uring, direct
-    vram 576 KiB, reserve 256MiB
     ...
              tokens  tok/s  hit rate  GB read per token  evictions
     prefill      78  361.2        0%           0.000058         53
@@ -68,6 +74,7 @@ async def main(args: Namespace, prompt: str | list[int], console: Console) -> No
         half = len(spec.layers) * spec.top_k // 2 * spec.slot_nbytes
         args.vram, args.reserve = args.vram or half, args.reserve or "256MiB"
     config = HierarchyConfig(
+        device=args.device,
         vram=args.vram or VRAM,
         reserve=args.reserve or RESERVE,
         backend="buffered" if args.buffered else "auto",
@@ -75,9 +82,9 @@ async def main(args: Namespace, prompt: str | list[int], console: Console) -> No
     )
     source = await source_of(args.gguf, args.pack, config, console)
     with bar(console, "loading") as progress:
-        model = await open_model(source, config, progress=progress)
+        model = await open_model(source, config, n_context=args.context, progress=progress)
     async with model:
-        describe(model, config, console)
+        describe(model, console)
         generation = model.generate(
             prompt,
             max_new_tokens=args.max_new_tokens,
@@ -91,7 +98,7 @@ async def main(args: Namespace, prompt: str | list[int], console: Console) -> No
 
 if __name__ == "__main__":
     sizes = (
-        "The real model's dense weights take 23.9 GB beside the cache: with the defaults it wants "
-        "a machine with 32 GB of memory for it."
+        "The real model's dense weights take 23.9 GB beside the cache; on a GPU with less than "
+        "40 GB some of its layers stream from host memory."
     )
     run(main, arguments("Kimi-K3", sizes, vram=VRAM, reserve=RESERVE))

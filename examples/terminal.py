@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -54,7 +55,14 @@ def arguments(model: str, sizes: str, *, vram: str, reserve: str) -> argparse.Na
         "--ids", action="store_true", help="the prompt is token ids, separated by spaces"
     )
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N")
-    parser.add_argument("--context", type=int, metavar="N", help="prompt and answer together")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="prompt and answer together (memory for: 8192)"
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="host, cuda, cuda:1 and so on (default: auto, a GPU if there is one)",
+    )
     parser.add_argument("--vram", metavar="SIZE", help=f"expert cache (default: {vram})")
     parser.add_argument("--reserve", metavar="SIZE", help=f"memory left alone (default: {reserve})")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -62,7 +70,10 @@ def arguments(model: str, sizes: str, *, vram: str, reserve: str) -> argparse.Na
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--buffered", action="store_true", help="read through the page cache")
     parser.add_argument("--stats", type=Path, metavar="PATH", help="write counters there, as JSON")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "host"
+    return args
 
 
 def prompt_of(args: argparse.Namespace) -> str | list[int]:
@@ -133,20 +144,16 @@ async def source_of(
     return pack
 
 
-def describe(model: LanguageModel, config: HierarchyConfig, console: Console) -> None:
+def describe(model: LanguageModel, console: Console) -> None:
     """What will run, and with how much memory."""
     spec, stats = model.hierarchy.spec, model.stats()
     console.print(
+        f"{model.plan}\n"
         f"{spec.n_records} routed experts of {format_size(spec.slot_nbytes)} "
         f"in {len(spec.layers)} layers, top-{spec.top_k}; "
         f"cache: {stats.cache_capacity_experts} slots, {format_size(stats.cache_capacity_bytes)}; "
-        f"reads: {stats.backend}, {'direct' if stats.direct_io else 'not direct'}\n"
-        f"vram {_size(config.vram)}, reserve {_size(config.reserve)}"
+        f"reads: {stats.backend}, {'direct' if stats.direct_io else 'not direct'}"
     )
-
-
-def _size(size: int | str) -> str:
-    return format_size(size) if isinstance(size, int) else size
 
 
 async def show(generation: Generation, model: LanguageModel, console: Console) -> None:
