@@ -115,7 +115,7 @@ def test_what_keeps_the_speed_from_being_measured_does_not_end_the_diagnosis(mod
         raise BudgetError(f"no {nbytes} bytes of memory here")
 
     monkeypatch.setattr("tieredmoe.cli.doctor.HostPool.allocate", refuse)
-    monkeypatch.setattr("tieredmoe.cli.doctor.machine_findings", lambda: iter(()))
+    monkeypatch.setattr("tieredmoe.cli.machine_checks.machine_findings", lambda: iter(()))
     found = by_subject(findings(model, CONFIG))
     assert found["read speed"].level is Level.NOTE
     assert "bytes of memory here" in found["read speed"].advice

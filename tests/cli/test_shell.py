@@ -62,3 +62,12 @@ def test_every_command_has_a_help_text_that_says_what_it_does(command):
     assert result.exit_code == 0
     assert "Usage:" in result.output
     assert len(result.output.split()) > 30
+
+
+def test_the_command_starts_without_torch():
+    """It takes seconds to import, and copying bytes does not need it."""
+    code = (
+        "import sys; sys.modules['torch'] = None; from tieredmoe.cli import main; main(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -332,3 +332,21 @@ def test_a_timeout_exactly_at_the_landing_ends_one_way_or_the_other(slots, aroun
 
     landing_time_s = play(landing_time, slots, disk=sim_disk(jitter=0))
     play(scenario, slots, disk=sim_disk(jitter=0))
+
+
+# ---- victims
+
+
+def test_the_victim_is_none_of_the_experts_being_acquired():
+    """Also where one of those is, by its uses, the next to go."""
+
+    async def scenario(stage):
+        for _ in range(4):
+            await take(stage, 0, [0, 1, 2])
+        await take(stage, 0, [3])
+        residency = stage.top.residency
+        hits, misses = residency.hits, residency.misses
+        await take(stage, 0, [4, 3])
+        assert (residency.hits - hits, residency.misses - misses) == (1, 1)
+
+    play(scenario, policy="lfu_lru")

@@ -15,8 +15,6 @@ from rich.text import Text
 
 from tieredmoe.backends import open_backend
 from tieredmoe.cli.findings import Level, note
-from tieredmoe.cli.machine_checks import machine_findings
-from tieredmoe.cli.model_checks import model_findings
 from tieredmoe.cli.read_rate import measure, places
 from tieredmoe.cli.storage_checks import storage_findings
 from tieredmoe.config import HierarchyConfig
@@ -67,6 +65,10 @@ def findings(path: Path, config: HierarchyConfig) -> Iterator[Finding]:
 
     Raises ``PackError`` or ``GGUFError`` for a path that is no folder and no sound model.
     """
+    # Torch takes seconds to import, and commands that copy bytes do without.
+    from tieredmoe.cli.machine_checks import machine_findings  # noqa: PLC0415
+    from tieredmoe.cli.model_checks import model_findings  # noqa: PLC0415
+
     model = _model_at(path)
     yield from machine_findings()
     if model is None:

@@ -10,11 +10,9 @@ import attrs
 import typer
 from rich.filesize import decimal
 
-from tieredmoe.adapters.registry import adapter_for
 from tieredmoe.cli.columns import in_columns
 from tieredmoe.cli.wording import counted
 from tieredmoe.errors import TieredMoEError, UnsupportedModelError
-from tieredmoe.moe.dequant import check_type, unpacked_by_host
 from tieredmoe.pack import Inspection, inspect_model, open_checkpoint
 from tieredmoe.pack.inspection import layer_ranges, type_name
 
@@ -67,6 +65,10 @@ def plain(value: Any) -> Any:
 
 def _running(model: Checkpoint) -> Iterator[str]:
     """What keeps this release from running the model, or makes it slow."""
+    # Torch takes seconds to import, and commands that copy bytes do without.
+    from tieredmoe.adapters.registry import adapter_for  # noqa: PLC0415
+    from tieredmoe.moe.dequant import check_type, unpacked_by_host  # noqa: PLC0415
+
     try:
         adapter_for(model.metadata).check(model)
     except TieredMoEError as error:

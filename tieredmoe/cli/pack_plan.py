@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 import typer
 
-from tieredmoe.adapters.run_plan import plan_run
 from tieredmoe.budget import format_size, parse_size
 from tieredmoe.cli.columns import in_columns
 from tieredmoe.cli.pack_inspect import plain
@@ -73,6 +72,9 @@ def plan(
         link=None if vram is None else link_gbps * 1e9,
         memory=1e9 * (memory_gbps or (60.0 if vram is None else 1000.0)),
     )
+    # Torch takes seconds to import, and commands that copy bytes do without.
+    from tieredmoe.adapters.run_plan import plan_run  # noqa: PLC0415
+
     made = plan_run(
         path,
         rates,
