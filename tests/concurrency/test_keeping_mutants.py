@@ -11,6 +11,7 @@ def play_all():
         case()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bug", MUTANTS_OF_KEEPING, ids=str)
 def test_a_bug_of_keeping_is_found(bug, monkeypatch):

@@ -139,7 +139,15 @@ def finding(harness):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("bug", [*MUTANTS, *MUTANTS_OF_PREFETCH, *MUTANTS_OF_LIMITS], ids=str)
+@pytest.mark.parametrize(
+    "bug",
+    [
+        *MUTANTS,
+        *(pytest.param(bug, marks=pytest.mark.slow) for bug in MUTANTS_OF_PREFETCH),
+        *MUTANTS_OF_LIMITS,
+    ],
+    ids=str,
+)
 def test_a_known_bug_is_found(bug, monkeypatch):
     found = {}
     with monkeypatch.context() as patched:
