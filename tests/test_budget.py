@@ -74,7 +74,8 @@ def test_a_percentage_of_nothing_is_refused():
 
 @given(st.integers(min_value=1, max_value=2**60))
 def test_a_formatted_size_parses_to_within_half_a_percent(nbytes):
-    assert abs(parse_size(format_size(nbytes)) - nbytes) <= nbytes / 200
+    # And a byte, which parsing takes off where the size is no whole number of them.
+    assert abs(parse_size(format_size(nbytes)) - nbytes) <= nbytes / 200 + 1
 
 
 @pytest.mark.parametrize(
