@@ -71,3 +71,18 @@ def test_the_command_starts_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_planning_for_a_gpu_without_triton_is_one_line_that_says_what_to_install(tmp_path):
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from tieredmoe.testing import make_deepseek_v4\n"
+        f"path = make_deepseek_v4({str(tmp_path / 'm.gguf')!r})\n"
+        "from tieredmoe.cli import main\n"
+        f"main(['pack', 'plan', {str(tmp_path / 'm.gguf')!r},\n"
+        "      '--vram', '1GiB', '--ram', '1GiB', '--disk-gbps', '12'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "pip install triton" in done.stderr
