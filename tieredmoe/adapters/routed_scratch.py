@@ -44,6 +44,6 @@ def _kernels() -> Any:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
         raise ConfigError(
-            "planning for a GPU needs Triton, which torch's builds for CUDA bring and this one does "
-            "not: pip install triton"
+            "planning for a GPU needs Triton, which torch's builds for CUDA bring and this one "
+            "does not: pip install triton"
         ) from error
